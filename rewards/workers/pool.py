@@ -47,13 +47,12 @@ from lockstep.rewards.outcomes import Outcome, Verdict
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import to_json
+from lockstep.rollout.system.captured_output import OutputTail
 
 RECEIVED = b"\n"
 """Sent by a worker as soon as it has read a request: if it dies later, the function ended it."""
 MAX_REPLY_BYTES = 16 * 2**20
 """A verdict has some hundred bytes; no worker writes a longer reply."""
-KEPT_OUTPUT_BYTES = 2000
-"""End of the output that is kept: enough for the last lines of a traceback."""
 CANCEL_POLL_S = 0.1
 """Time in which a cancelled call gives up its worker."""
 
@@ -231,9 +230,7 @@ class _Worker:
         )
         theirs.close()
         os.close(life)
-        self._tail = bytearray()
-        self._reader = threading.Thread(target=_keep_end, args=(self._process.stdout, self._tail), daemon=True)
-        self._reader.start()
+        self._output = OutputTail().follow(self._process.stdout)
         self._loaded: dict[str, Scope] = {}
         self.has_judged = False
         self._kill_lock = threading.Lock()
@@ -310,8 +307,8 @@ class _Worker:
             self._process.wait()
             os.close(self._life)
 
-    def _said(self) -> str:
-        text = self._tail.decode(errors="replace").strip()
+    def _said(self, *, wait_s: float = 0.0) -> str:
+        text = self._output.text(wait_s=wait_s)
         return f"; its output ends: {text[-300:]}" if text else ""
 
     def _obituary(self) -> str:
@@ -319,9 +316,8 @@ class _Worker:
             status = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return f"its process closed the connection{self._said()}"
-        self._reader.join(timeout=1.0)  # longer only if a child of it holds the output open
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
-        return f"its process {how}{self._said()}"
+        return f"its process {how}{self._said(wait_s=1.0)}"
 
 
 def _signal_name(number: int) -> str:
@@ -331,13 +327,6 @@ def _signal_name(number: int) -> str:
 def _kill_all(workers: Mapping[int, _Worker]) -> None:
     for worker in list(workers.values()):
         worker.kill()
-
-
-def _keep_end(output: Any, tail: bytearray) -> None:
-    """Read a stream to its end, and keep the last bytes of it in `tail`."""
-    with output:
-        while chunk := output.read1(2**20):
-            tail[:] = (tail + chunk)[-KEPT_OUTPUT_BYTES:]
 
 
 def _parse(line: bytes | bytearray, call: str) -> dict[str, Any]:

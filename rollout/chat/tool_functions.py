@@ -38,7 +38,7 @@ _ANY = TypeAdapter(Any)
 
 
 class BadArgumentsError(Exception):
-    """Arguments that fit the schema and not the type, such as a date of 30 February."""
+    """Arguments that do not fit the schema, or the type, as a date of 30 February. The text follows a tool's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class ToolSignature:
                 converted[name] = self.adapters[name].validate_json(json.dumps(arguments[name]), strict=True)
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
-                raise BadArgumentsError(f"({'.'.join(map(str, (name, *first['loc'])))}): {first['msg']}") from error
+                raise BadArgumentsError(f" ({'.'.join(map(str, (name, *first['loc'])))}): {first['msg']}") from error
         return converted
 
 

@@ -11,21 +11,20 @@ import asyncio
 import functools
 import inspect
 import itertools
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
-
 from lockstep.rollout.chat.tool_functions import BadArgumentsError, describe
+from lockstep.rollout.environments.tool_servers.foreign_schemas import refuse_wrong
 from lockstep.rollout.errors import ConfigError, ToolServerError
 from lockstep.rollout.records import Message
 from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text
-from lockstep.rollout.system.deadline import DeadlineExceeded, TooManyAbandoned, call_with_deadline
+from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned, call_with_deadline
 from lockstep.rollout.system.user_functions import load_functions
 
 MAX_ERROR_CHARS = 500
@@ -61,9 +60,9 @@ class ReadyTool:
     """A tool with its schema, in place of a Python function that is described by its signature."""
 
     schema: Mapping[str, Any]
-    """In the OpenAI form, with a valid JSON schema in `parameters`."""
+    """In the OpenAI form."""
     call: Callable[[Mapping[str, Any]], Awaitable[str]]
-    """Function of the arguments."""
+    """Function of the arguments. Raises `BadArgumentsError` for those that its schema refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +109,8 @@ class Toolbox:
                 raise ConfigError(f"{count} tools are named {name!r}; rename all but one of the functions")
         calls = [signature.bind(function) for signature, function in zip(signatures, functions, strict=True)]
         self._functions = dict(zip(names, [*calls, *(_by_keyword(tool.call) for tool in ready)], strict=True))
-        arguments = [*(one.arguments for one in signatures), *(tool.schema["function"]["parameters"] for tool in ready)]
-        self._validators = dict(zip(names, map(Draft202012Validator, arguments), strict=True))
+        self._arguments = dict(zip(names, (json.dumps(one.arguments) for one in signatures), strict=False))
+        """Schemas of the functions' arguments as JSON. Ready tools check theirs."""
         self._timeout_s = timeout_s
         self._max_result_chars = max_result_chars
 
@@ -155,16 +154,17 @@ class Toolbox:
             arguments = _read_arguments(raw_arguments)
         except ValueError as error:
             return _error_text(f"the arguments of {name} are not a JSON object: {error}"), ToolFault.MALFORMED
-        problem = best_match(self._validators[name].iter_errors(arguments))
-        if problem is not None:
-            where = f" ({problem.json_path.removeprefix('$.')})" if problem.path else ""
-            return _error_text(f"wrong arguments for {name}{where}: {problem.message}"), ToolFault.BAD_ARGUMENTS
         tool = functools.partial(self._functions[name], **arguments)  # an argument may be called timeout_s
-        finished = await call_with_deadline(tool, timeout_s=self._timeout_s)
+        finished = Finished()
+        if name in self._arguments:
+            check = functools.partial(refuse_wrong, self._arguments[name], arguments, is_own=True)
+            finished = await call_with_deadline(check, timeout_s=self._timeout_s)
+        if finished.error is None:
+            finished = await call_with_deadline(tool, timeout_s=self._timeout_s)
         if isinstance(finished.error, DeadlineExceeded | TooManyAbandoned):
             return _error_text(f"{name} timed out: {finished.error}"), ToolFault.TIMEOUT
         if isinstance(finished.error, BadArgumentsError):
-            return _error_text(f"wrong arguments for {name} {finished.error}"), ToolFault.BAD_ARGUMENTS
+            return _error_text(f"wrong arguments for {name}{finished.error}"), ToolFault.BAD_ARGUMENTS
         if isinstance(finished.error, ToolServerError):
             return _error_text(f"{name}: {finished.error}"), ToolFault.SERVER
         if finished.error is not None:

@@ -25,6 +25,7 @@ from typing import IO, Any, TypeVar
 
 from lockstep.rollout.errors import SandboxError
 from lockstep.rollout.sandbox.execution import Ended, Execution, Language, Limits, read_execution, read_object
+from lockstep.rollout.system.captured_output import OutputTail
 
 STOP_TIMEOUT_S = 5.0
 """Time for process 1 to end a program beyond its limit, and for the launcher to end all processes."""
@@ -105,6 +106,7 @@ class Session:
             enclosure.release()
             raise SandboxError(enclosure.refused(f"{enclosure.command[0]}: {error.strerror}")) from error
         _open.add(self)
+        self._output = OutputTail().follow(self._process.stderr)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests: IO[bytes] = self._process.stdin
@@ -150,8 +152,7 @@ class Session:
             reason = f"no program after {enclosure.start_timeout_s:g} s"
         except _Unusable as error:
             self._stop()
-            assert self._process.stderr is not None
-            lines = (self._process.stderr.read(CHUNK_BYTES) or b"").decode(errors="replace").strip().splitlines()
+            lines = self._output.text(wait_s=STOP_TIMEOUT_S).splitlines()
             reason = lines[-1] if lines else str(error)
         self._end()
         raise SandboxError(enclosure.refused(reason))
@@ -203,7 +204,7 @@ class Session:
             return
         self.is_closed = True
         self._stop()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(OSError):
                 pipe.close()
@@ -280,9 +281,8 @@ def _started(enclosure: Enclosure) -> subprocess.Popen[bytes]:
         except OSError as error:
             started.set_exception(error)
             return
-        for pipe in (process.stdin, process.stderr):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
         started.set_result(process)
         process.wait()
 

@@ -1,12 +1,14 @@
-"""Redirection of this process's output to a file, including output that bypasses Python's streams."""
+"""Output of processes: this one's into a file, also what bypasses Python's streams, and the end of its children's."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 @contextmanager
@@ -27,3 +29,36 @@ def redirect_output(log_path: Path) -> Iterator[None]:
             os.dup2(saved, descriptor)
             os.close(saved)
         os.close(log)
+
+
+class OutputTail:
+    """The end of what child processes write. Threads read their pipes: no child waits for a reader, nothing grows."""
+
+    def __init__(self, limit: int = 2000) -> None:
+        """limit: bytes to keep."""
+        self._limit, self._kept = limit, b""
+        self._reader: threading.Thread | None = None
+
+    def follow(self, pipe: IO[bytes] | None) -> OutputTail:
+        """Read a pipe to its end in a thread, and close it."""
+        assert pipe is not None, "the child was started with a pipe"
+        self._reader = threading.Thread(target=self._read, args=(pipe,), name="output-tail", daemon=True)
+        self._reader.start()
+        return self
+
+    def add(self, part: bytes) -> None:
+        self._kept = (self._kept + part)[-self._limit :]
+
+    def text(self, *, wait_s: float = 0.0) -> str:
+        """Return the end, after waiting for the end of the last pipe: a child of a child may hold it open."""
+        if self._reader is not None:
+            self._reader.join(wait_s)
+        return self._kept.decode(errors="replace").strip()
+
+    def clear(self) -> None:
+        self._kept = b""
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            while part := os.read(pipe.fileno(), 2**20):
+                self.add(part)

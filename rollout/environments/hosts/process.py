@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,13 @@ from typing import Any
 import psutil
 
 from lockstep.rollout.errors import ConfigError, EnvironmentFault
+from lockstep.rollout.replies import read_json
+from lockstep.rollout.system.captured_output import OutputTail
 
 CHILD = Path(__file__).with_name("child.py")
-MAX_ANSWER_BYTES = 16 * 2**20
+MAX_ANSWER_BYTES = 4 * 2**20
+END_S = 0.2
+"""Time to read what a process wrote before its end [s]."""
 _hosts: dict[tuple[str, str], Host] = {}
 _lock = threading.Lock()
 
@@ -43,9 +46,10 @@ class Host:
         self._waiting: dict[int, concurrent.futures.Future[Any]] = {}
         self._numbers = itertools.count()
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._said: deque[str] = deque(maxlen=20)
+        self._output = OutputTail()
         self._guard = threading.Lock()
         self.is_alive = True
+        self._fault = ""
         # Programs that were installed beside the interpreter, such as uv, are found where the PATH has none.
         path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(python).parent)])
         try:
@@ -58,7 +62,8 @@ class Host:
             )
         except OSError as error:
             raise EnvironmentFault(f"{program}: {python} could not be started: {error}") from error
-        for work in (self._write, self._read, self._listen):
+        self._output.follow(self._process.stderr)
+        for work in (self._write, self._read):
             threading.Thread(target=work, name=f"host:{program}", daemon=True).start()
 
     async def ask(self, do: str, *, timeout_s: float, **arguments: Any) -> Any:
@@ -112,7 +117,7 @@ class Host:
         assert self._process.stdout is not None
         while line := self._process.stdout.readline(MAX_ANSWER_BYTES):
             try:
-                answer = json.loads(line)
+                answer = read_json(line)
                 waiting = self._waiting.get(answer["id"])
                 if waiting is None or waiting.done():
                     continue
@@ -121,29 +126,24 @@ class Host:
                     waiting.set_exception(kind(f"{self.name}: {answer['error']}"))
                 else:
                     waiting.set_result(answer["value"])
-            except (ValueError, KeyError, TypeError, RecursionError):
-                self._said.append(f"an answer that is not of the protocol: {line[:200]!r}")
+            except (ValueError, KeyError, TypeError) as error:
+                self._fault = f": an answer that is not of the protocol ({error}): {line[:200]!r}"
                 break
         self._kill()
         self._process.wait()
-        self._fail()
+        self._fail(wait_s=END_S)
 
-    def _listen(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if text := line[:500].decode(errors="replace").strip():
-                self._said.append(text)
-
-    def _fail(self) -> None:
+    def _fail(self, *, wait_s: float = 0.0) -> None:
         with self._guard:
             self.is_alive = False
             waiting = list(self._waiting.values())
         for answer in waiting:
             with suppress(concurrent.futures.InvalidStateError):
-                answer.set_exception(EnvironmentFault(self._death()))
+                answer.set_exception(EnvironmentFault(self._death(wait_s)))
 
-    def _death(self) -> str:
-        said = f": {self._said[-1]}" if self._said else ""
+    def _death(self, wait_s: float = 0.0) -> str:
+        lines = self._output.text(wait_s=wait_s).splitlines()
+        said = self._fault or (f": {lines[-1]:.500}" if lines else "")
         return f"{self.name}: its process ended with status {self._process.poll()}{said}"
 
 

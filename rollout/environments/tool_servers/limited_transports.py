@@ -1,7 +1,8 @@
 """Connections to MCP servers that limit what a server can do to this process.
 
-Covered: a message longer than the limit ends the connection, before it is read to its end; the process group of a
-server is killed when its connection closes, and by the kernel when this process is killed.
+Covered: a message longer than the limit ends the connection, before it is read to its end; compressed answers are
+refused; the process group of a server is killed when its connection closes, and by the kernel when this process is
+killed.
 Not covered: a process that a server starts in a session of its own. Servers run with your rights, without a sandbox.
 """
 
@@ -15,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import IO, Any
+from typing import Any
 
 import anyio
 import httpx2
@@ -26,6 +27,7 @@ from mcp.types import jsonrpc_message_adapter
 
 from lockstep.rollout.environments.tool_servers.server_settings import ServerSettings
 from lockstep.rollout.system import bound_process
+from lockstep.rollout.system.captured_output import OutputTail
 
 CONNECT_S = 30.0
 """Time limit for connecting to an address [s]. Answers have the time limit of their call."""
@@ -40,16 +42,17 @@ class TooLong(Exception):
 
 
 @asynccontextmanager
-async def program(settings: ServerSettings, log: IO[bytes], *, max_bytes: int) -> AsyncIterator[Any]:
-    """Start a server and connect to its standard input and output. log: receives its standard error."""
+async def program(settings: ServerSettings, output: OutputTail, *, max_bytes: int) -> AsyncIterator[Any]:
+    """Start a server and connect to its standard input and output. output: follows its standard error."""
     assert settings.command is not None
-    life, held = os.pipe()
+    (life, held), (errors, errors_end) = os.pipe(), os.pipe()
+    output.follow(open(errors, "rb", buffering=0))  # noqa: SIM115  # it is closed by its reader
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", bound_process.__file__, str(life), settings.command, *settings.args),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=errors_end,
             env={**get_default_environment(), **settings.resolved(settings.env)},
             cwd=settings.cwd,
             pass_fds=(life,),
@@ -61,10 +64,11 @@ async def program(settings: ServerSettings, log: IO[bytes], *, max_bytes: int) -
         raise
     finally:
         os.close(life)
+        os.close(errors_end)
     incoming, read_stream = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write_stream, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
     tasks = [
-        asyncio.create_task(_read_lines(process, incoming, log)),
+        asyncio.create_task(_read_lines(process, incoming, output)),
         asyncio.create_task(_write_lines(process, outgoing)),
     ]
     try:
@@ -79,7 +83,7 @@ async def program(settings: ServerSettings, log: IO[bytes], *, max_bytes: int) -
         os.close(held)
 
 
-async def _read_lines(process: asyncio.subprocess.Process, incoming: Any, log: IO[bytes]) -> None:
+async def _read_lines(process: asyncio.subprocess.Process, incoming: Any, output: OutputTail) -> None:
     """Pass on the server's messages until its output ends, or a line is longer than the limit of its reader."""
     assert process.stdout is not None
     with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
@@ -94,8 +98,7 @@ async def _read_lines(process: asyncio.subprocess.Process, incoming: Any, log: I
                     else:
                         await incoming.send(message)
             except ValueError:  # of `readline`: the limit
-                log.write(b"\nthe server wrote a line that is longer than the limit (max_message_mib)\n")
-                log.flush()
+                output.add(b"\nthe server wrote a line that is longer than the limit (max_message_mib)\n")
             _kill(process)
 
 
@@ -139,7 +142,7 @@ async def address(settings: ServerSettings, *, max_bytes: int) -> AsyncIterator[
     """Connect to a streamable HTTP server."""
     assert settings.url is not None
     timeout = httpx2.Timeout(CONNECT_S, read=None)
-    headers = settings.resolved(settings.headers)
+    headers = {"Accept-Encoding": "identity", **settings.resolved(settings.headers)}
     async with (
         httpx2.AsyncClient(transport=_LimitedTransport(max_bytes), timeout=timeout, headers=headers) as client,
         streamable_http_client(settings.url, http_client=client, max_sse_event_size=max_bytes) as streams,
@@ -155,7 +158,12 @@ class _LimitedTransport(httpx2.AsyncHTTPTransport):
         self._max_bytes = max_bytes
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "DELETE":  # the end of the session; other answers have the limit of their call
+            request.extensions["timeout"] = {**request.extensions["timeout"], "read": EXIT_S}
         response = await super().handle_async_request(request)
+        if (encoding := response.headers.get("content-encoding", "identity").lower()) != "identity":
+            await response.aclose()
+            raise TooLong(f"an answer is compressed ({encoding:.20}), which was not asked for")
         if "text/event-stream" not in response.headers.get("content-type", ""):
             assert isinstance(response.stream, httpx2.AsyncByteStream)
             response.stream = _LimitedStream(response.stream, self._max_bytes)

@@ -20,8 +20,9 @@ from typing import Any
 
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.environments.tool_servers.foreign_schemas import refuse_wrong, schema_text
 from lockstep.rollout.environments.tool_servers.server_settings import read_servers
-from lockstep.rollout.environments.tool_servers.tool_server import Limits, tool_server
+from lockstep.rollout.environments.tool_servers.tool_server import Limits, ToolServer, tool_server
 from lockstep.rollout.environments.toolbox import ReadyTool, Toolbox, count_results
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError
@@ -75,7 +76,7 @@ class McpEnvironment:
                 ".tools=[...]"
             )
         ready = [
-            ReadyTool(schema=schema, call=partial(server.call, schema["function"]["name"]))
+            ReadyTool(schema=schema, call=partial(_call, server, schema["function"]["name"], schema_text(schema)))
             for server, schemas in zip(self._servers, listed, strict=True)
             for schema in schemas
         ]
@@ -88,3 +89,8 @@ class McpEnvironment:
         return Step(
             messages=tuple(result.message for result in results), done=not results, outcome=count_results(results)
         )
+
+
+async def _call(server: ToolServer, name: str, schema: str, arguments: Mapping[str, Any]) -> str:
+    await refuse_wrong(schema, arguments)
+    return await server.call(name, arguments)

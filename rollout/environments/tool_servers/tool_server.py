@@ -10,27 +10,22 @@ import atexit
 import contextlib
 import functools
 import json
-import os
-import re
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
-
+from lockstep.rollout.environments.tool_servers.foreign_schemas import MAX_TOOLS, read_tools
 from lockstep.rollout.environments.tool_servers.server_settings import ServerSettings
 from lockstep.rollout.errors import ConfigError, ToolServerError
 from lockstep.rollout.safe_text import error_text, safe_text
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.captured_output import OutputTail
 
 T = TypeVar("T")
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MAX_TOOLS = 256
-"""Tools that a server may list: each is part of every prompt."""
 LOG_CHARS = 500
 """End of a server's standard error that an error quotes."""
+END_S = 10.0
+"""Time for one server to end [s]."""
 CLOSE_S = 15.0
 """Time for all servers to end with the process [s]."""
 
@@ -55,7 +50,7 @@ class ToolServer:
         self._limits = limits
         self._loop = loop
         self._lock = asyncio.Lock()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server
+        self._output = OutputTail()
         self._task: asyncio.Task[None] | None = None
         self._client: Any = None
         self._schemas: list[Mapping[str, Any]] | None = None
@@ -76,11 +71,12 @@ class ToolServer:
         return await self._from_other_loop(functools.partial(self._call, name, arguments))
 
     async def close(self) -> None:
-        """End the connection and the server's process. Closing twice is allowed."""
+        """End the connection and the server's process, within `END_S`. Closing twice is allowed."""
         task, self._task, self._client = self._task, None, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        for _ in range(2):  # the second time, a server that does not answer to the end of its session is left alone
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=END_S / 2)
 
     async def _from_other_loop(self, work: Callable[[], Awaitable[T]]) -> T:
         return await asyncio.wrap_future(self._loop.submit(_awaited(work)))
@@ -92,7 +88,7 @@ class ToolServer:
                 try:
                     async with asyncio.timeout(self._limits.start_timeout_s):
                         client = await self._connected()
-                        self._schemas = self._checked(await _all_tools(client))
+                        self._schemas = await self._checked(await _all_tools(client))
                 except TimeoutError:
                     await self.close()
                     raise ConfigError(
@@ -159,7 +155,7 @@ class ToolServer:
 
         settings, limit = self.settings, self._limits.max_message_bytes
         if settings.url is None:
-            transport = program(settings, self._log, max_bytes=limit)
+            transport = program(settings, self._output, max_bytes=limit)
         else:
             transport = address(settings, max_bytes=limit)
         try:
@@ -171,7 +167,7 @@ class ToolServer:
                 return  # requests in flight were told by the client
             ready.set_exception(error)
 
-    def _checked(self, tools: list[Any]) -> list[Mapping[str, Any]]:
+    async def _checked(self, tools: list[Any]) -> list[Mapping[str, Any]]:
         wanted, name = self.settings.tools, self.settings.name
         listed = [tool.name for tool in tools]
         for missing in sorted(set(wanted or ()) - set(listed)):
@@ -181,31 +177,15 @@ class ToolServer:
         kept = [tool for tool in tools if wanted is None or tool.name in wanted]
         if not kept:
             raise ConfigError(f"MCP server {name} lists no tools; expected at least one")
-        if len(kept) > MAX_TOOLS:
-            place = f"{self.settings.place}.tools"
-            raise ConfigError(f"MCP server {name} lists {len(kept)} tools, at most {MAX_TOOLS} fit; set {place}=[...]")
-        return [self._schema(tool) for tool in kept]
-
-    def _schema(self, tool: Any) -> Mapping[str, Any]:
-        parameters = tool.input_schema
-        where = f"MCP server {self.settings.name}: tool {safe_text(str(tool.name), 80)!r}"
-        if not TOOL_NAME.fullmatch(tool.name):
-            raise ConfigError(f"{where} has a name that models cannot write; expected letters, digits, _, - and .")
         try:
-            Draft202012Validator.check_schema(parameters)
-        except SchemaError as error:
-            raise ConfigError(f"{where} has arguments that are no JSON schema: {error.message:.200}") from error
-        if parameters.get("type") != "object":
-            raise ConfigError(f"{where} takes {parameters.get('type')!r}; expected arguments of type object")
-        return {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description or "", "parameters": parameters},
-        }
+            return await read_tools([(tool.name, tool.description, tool.input_schema) for tool in kept])
+        except ToolServerError as error:
+            place = f"{self.settings.place}.tools"
+            raise ConfigError(f"MCP server {name}: {error}; leave it out with {place}=[<others>]") from error
 
     def _said(self) -> str:
         """Return the end of the server's standard error as the end of a sentence."""
-        size = os.fstat(self._log.fileno()).st_size
-        text = os.pread(self._log.fileno(), LOG_CHARS, max(0, size - LOG_CHARS)).decode(errors="replace").strip()
+        text = self._output.text(wait_s=0.2)[-LOG_CHARS:]  # it has just ended
         return f"; its last output: {safe_text(text)}" if text else ""
 
 

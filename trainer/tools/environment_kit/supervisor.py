@@ -15,7 +15,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.safe_text import safe_text
+from lockstep.rollout.system.captured_output import OutputTail
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 
 START_LIMIT_S = 300.0
@@ -33,6 +33,7 @@ DUMP_S = 1.0
 """Time for the stacks of the process to be written."""
 DUMP_SIGNAL = signal.SIGUSR1
 START = "the settings and the file of the environment"
+KEPT_BYTES = 2**20
 KEPT_LINES = 5
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
@@ -103,36 +104,34 @@ def supervise(command: Sequence[str], words: Sequence[str], *, as_json: bool, us
     command: starts it; `--journal <descriptor>` is added. user_file: file of the environment, for the line that hangs.
     """
     table, progress = Table(as_json), Progress()
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as directory:
-        log_path = Path(directory) / "output"
-        read_end, write_end = os.pipe()
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, "--journal", str(write_end)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(write_end,),
-                start_new_session=True,
-            )
-        os.close(write_end)
-        try:
-            is_overdue = _follow(read_end, progress, table)
-            if is_overdue:
-                table.add(_hang(process, progress, log_path, user_file))
-            else:
-                _wait(process)
-        finally:
-            os.close(read_end)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output = log_path.read_text(errors="replace")
-        if not progress.is_done and not is_overdue:
-            if process.returncode == 2 or any(line.startswith("lockstep: ") for line in output.splitlines()):
-                print(safe_text(_own_lines(output)), file=sys.stderr)
-                return 2
-            table.add(_crash(process.returncode, progress, output))
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [*command, "--journal", str(write_end)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(write_end,),
+        start_new_session=True,
+    )
+    os.close(write_end)
+    tail = OutputTail(KEPT_BYTES).follow(process.stdout)
+    try:
+        is_overdue = _follow(read_end, progress, table)
+        if is_overdue:
+            table.add(_hang(process, progress, tail, user_file))
+        else:
+            _wait(process)
+    finally:
+        os.close(read_end)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    output = tail.text(wait_s=DUMP_S)
+    if not progress.is_done and not is_overdue:
+        if process.returncode == 2 or any(line.startswith("lockstep: ") for line in output.splitlines()):
+            print(safe_text(_own_lines(output)), file=sys.stderr)
+            return 2
+        table.add(_crash(process.returncode, progress, output))
     return 0 if table.close(words) else 1
 
 
@@ -166,13 +165,13 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
         process.wait(60)
 
 
-def _hang(process: subprocess.Popen[bytes], progress: Progress, log_path: Path, user_file: str | None) -> Finding:
+def _hang(process: subprocess.Popen[bytes], progress: Progress, tail: OutputTail, user_file: str | None) -> Finding:
     """Kill the examination; return the finding with the line of code that did not return."""
-    size = log_path.stat().st_size
+    tail.clear()
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, DUMP_SIGNAL)
     time.sleep(DUMP_S)
-    stacks = log_path.read_bytes()[size:].decode(errors="replace")
+    stacks = tail.text()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     where = _line_of(stacks, user_file)

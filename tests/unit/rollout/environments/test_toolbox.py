@@ -7,11 +7,14 @@ import functools
 import json
 import threading
 import time
+from typing import Annotated
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
+from lockstep.rollout.environments.tool_servers import foreign_schemas
 from lockstep.rollout.environments.toolbox import MAX_CALLS, Toolbox, ToolFault, count_results
 from lockstep.rollout.errors import ConfigError
 
@@ -106,6 +109,34 @@ async def call(function, arguments: object, **settings):
     return result
 
 
+def spell(word: Annotated[str, Field(pattern="^(a+)+$")]) -> str:
+    """Spell a word.
+
+    Args:
+        word: the word
+    """
+    return "-".join(word)
+
+
+async def test_a_pattern_that_backtracks_does_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(foreign_schemas, "CHECK_S", 1.0)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    answered = await call(spell, {"word": "a" * 40 + "x"}, timeout_s=30.0)
+    ticking.cancel()
+    assert answered.fault is ToolFault.SERVER
+    assert ticks > 10
+    assert (await call(spell, {"word": "aaa"})).content == "a-a-a"
+    assert (await call(spell, {"word": "b"})).fault is ToolFault.BAD_ARGUMENTS
+
+
 async def test_a_call_returns_its_result_as_a_tool_message():
     result = await call(add, '{"a": 2, "b": 3}')
     assert result.fault is None
@@ -141,6 +172,11 @@ def test_schema_comes_from_type_hints_and_docstring():
         (add, '{"a": 2', ToolFault.MALFORMED, "not a JSON object"),
         (add, "[1, 2]", ToolFault.MALFORMED, "not a JSON object: found list"),
         (add, '{"a": NaN}', ToolFault.MALFORMED, "NaN is not JSON"),
+        (sleep, '{"seconds": 1e400}', ToolFault.MALFORMED, "the number 1e400 is too large"),
+        (sleep, '{"seconds": 1%s}' % ("0" * 400), ToolFault.EXCEPTION, "OverflowError"),
+        (add, '{"a": 1%s}' % ("0" * 5000), ToolFault.MALFORMED, "4300 digits"),
+        (pick, '{"items": %s}' % ("[" * 200 + "]" * 200), ToolFault.MALFORMED, "nested more than 100 levels"),
+        (echo, {"text": [[]] * 3}, ToolFault.BAD_ARGUMENTS, "is not of type 'string'"),
         (add, "[" * 100_000, ToolFault.MALFORMED, "not a JSON object"),
         (fail, '{"kind": "error"}', ToolFault.EXCEPTION, "RuntimeError: the disk is full"),
         (fail, '{"kind": "exit"}', ToolFault.EXCEPTION, "SystemExit: 3"),
