@@ -326,5 +326,7 @@ def test_the_manifest_knows_all_tasks():
 
 
 def test_looking_for_a_made_demo_imports_nothing_heavy():
-    code = "import sys, demo.manifest; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
+    code = (
+        "import sys, lockstep.demo.manifest; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
+    )
     assert json.loads(subprocess.check_output([sys.executable, "-c", code], text=True)) == []
