@@ -75,6 +75,7 @@ ROOMS = (
     "rollout/server",
     "rollout/weights",
     "rollout/engine",
+    "rollout/models",
     "rollout/chat",
     "rollout/saved_rollouts.py",
     "rollout/system",

@@ -19,11 +19,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lockstep.rewards.model.padding import PaddedBatch, pad
 from lockstep.rewards.model.wide_linear import widen
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.models.loading import load_model
+from lockstep.rollout.models.stored_model import REWARD_MODEL
 
 NORMALIZATION_FILE = "reward_normalization.json"
 """File beside the weights: gain and bias that normalize the rewards, and the part of the bias not in the weights."""
@@ -92,22 +94,16 @@ def load_reward_model(
     device: `auto` spreads the layers over the visible GPUs, for a model that does not fit on one. Raises `ConfigError`:
     the path cannot be loaded, or the model has more than one output.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            device_map="auto" if device == "auto" else None,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"reward model {path}: cannot be loaded ({error}). Expected what scripts/train_reward_model.py wrote, or "
-            "any sequence classifier with one label: set reward.settings.model.path=<directory or hub id>"
-        ) from error
+    model = load_model(
+        REWARD_MODEL,
+        path,
+        setting="reward.settings.model.path",
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        device_map="auto" if device == "auto" else None,
+    )
     if device != "auto":
-        model.to(device)
+        model.to(device)  # type: ignore[arg-type]  # stubs of transformers
     return RewardModel(model).eval().requires_grad_(False), remaining_bias(path)
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
 from lockstep.rollout.errors import CheckpointError, ConfigError, LockstepError, TrainingError, error_named
+from lockstep.rollout.models import stored_model
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.addresses import address_towards, interface_of, is_loopback
 from lockstep.trainer.distributed.reshard import fill_shards, fill_whole
@@ -200,21 +201,7 @@ class Distributed:
         with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
             yield
 
-    @contextlib.contextmanager
-    def whole_models(self) -> Iterator[None]:
-        """Let `from_pretrained` load whole models on this rank inside the block, also under ZeRO-3 (reward models)."""
-        plugin = self._accelerator.state.deepspeed_plugin
-        if plugin is None or self.zero_stage != 3:
-            yield
-            return
-        from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()
-        try:
-            yield
-        finally:
-            if plugin.dschf is not None:
-                set_hf_deepspeed_config(plugin.dschf)
+    whole_models = staticmethod(stored_model.whole_models)
 
     @property
     def unwrapped(self) -> nn.Module:

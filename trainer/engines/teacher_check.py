@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.rollout.engine.protocol import PooledEngine
 from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.models.loading import load_model
+from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.sync import CANARY_THRESHOLD, canary_ids
 from lockstep.trainer.config.schema import Config
@@ -64,8 +66,12 @@ def canary_diff(config: Config, members: Sequence[PooledEngine], loop: Backgroun
 def _by_transformers(config: Config, ids: Sequence[int]) -> torch.Tensor:
     """Return log π(ids[i] | ids[:i]) for i >= 1, in float64."""
     assert config.teacher.path is not None
-    model = AutoModelForCausalLM.from_pretrained(
-        config.teacher.path, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code
+    model = load_model(
+        LANGUAGE_MODEL,
+        config.teacher.path,
+        setting="teacher.path",
+        dtype=torch.float32,
+        trust_remote_code=config.model.trust_remote_code,
     ).eval()
     logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].double()
     del model

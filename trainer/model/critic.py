@@ -17,9 +17,11 @@ from typing import Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 
 from lockstep.rewards.model.wide_linear import WideLinear, widen
+from lockstep.rollout.models.loading import load_model
+from lockstep.rollout.models.stored_model import TRUNK, VALUE_MODEL, Role
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
@@ -67,7 +69,8 @@ class Critic(nn.Module):
         if is_compiled:
             compile_layers(decoder)
         self.decoder = decoder
-        self.head = head or ValueHead(decoder.config.get_text_config().hidden_size)
+        weight = next(decoder.parameters())  # of bfloat16 under ZeRO-3, which partitions tensors of one dtype only
+        self.head = (head or ValueHead(decoder.config.get_text_config().hidden_size)).to(weight.device, weight.dtype)
 
     @classmethod
     def from_pretrained(
@@ -81,18 +84,23 @@ class Critic(nn.Module):
     ) -> Critic:
         """Load a critic with its head (`save_critic`), or the decoder of a policy or reward model under a new head."""
         config = packable_config(path, setting="model.critic_path", trust_remote_code=trust_remote_code)
-        head = None
-        if is_critic(config):
-            model = AutoModelForTokenClassification.from_pretrained(
-                path, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+        model = load_model(
+            role_of(config),
+            path,
+            setting="model.critic_path",
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            config=config,
+        )
+        if role_of(config) is TRUNK:
+            decoder, head = model, None
+        else:
             decoder, linear = model.base_model, model.get_submodule(head_name(model))
             assert isinstance(linear, nn.Linear)
             widen(linear)
             head = ValueHead(linear.in_features)
             head.linear = linear
-        else:
-            decoder = AutoModel.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        assert isinstance(decoder, PreTrainedModel)
         return cls(decoder, head, is_compiled=is_compiled, **setup)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -101,9 +109,10 @@ class Critic(nn.Module):
         return self.head(hidden_LD.index_select(0, packed.target_index_T))
 
 
-def is_critic(config: PreTrainedConfig) -> bool:
-    """True if the checkpoint holds one value per token: a token classifier with one label."""
-    return config.num_labels == 1 and any("ForTokenClassification" in name for name in config.architectures or ())
+def role_of(config: PreTrainedConfig) -> Role:
+    """Return the role of a critic's files: a token classifier with one label has its head, others are a trunk."""
+    is_critic = config.num_labels == 1 and any("ForTokenClassification" in name for name in config.architectures or ())
+    return VALUE_MODEL if is_critic else TRUNK
 
 
 def head_name(classifier: PreTrainedModel) -> str:

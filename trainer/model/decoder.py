@@ -15,10 +15,11 @@ from typing import Any, TypedDict
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.groups.model_settings import ATTENTIONS
 from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
@@ -71,13 +72,7 @@ def packable_config(
     Raises:
         ConfigError: no config can be loaded, the architecture cannot keep rows apart, or the weights are quantized.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{setting}={path}: no loadable model config ({str(error).splitlines()[0]}); set {setting}=<directory with "
-            "config.json and weights, or hub id>"
-        ) from error
+    config = read_config(path, setting=setting, trust_remote_code=trust_remote_code)
     refuse_quantized(config, setting=setting, has_adapters=has_adapters)
     refuse_architecture(config)
     return config

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.models.loading import load_model
+from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
 from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model import decoder
@@ -69,19 +71,27 @@ class Policy(nn.Module):
         dtype: torch.dtype | str = torch.float32,
         is_compiled: bool = False,
         trust_remote_code: bool = False,
+        setting: str = "model.path",
         lora: LoraConfig | None = None,
         **setup: Unpack[decoder.DecoderSetup],
     ) -> Policy:
         """Load weights from a directory or a hub name, and add the adapters that `lora` asks for.
 
-        Raises `ConfigError` without a loadable model that can be a policy, before weights are read if possible.
+        setting: name of the path's setting. Raises `ConfigError` without a loadable model that can be a policy, before
+        weights are read if possible.
         """
         has_adapters = lora is not None and lora.rank > 0
         config = decoder.packable_config(
-            path, setting="model.path", trust_remote_code=trust_remote_code, has_adapters=has_adapters
+            path, setting=setting, trust_remote_code=trust_remote_code, has_adapters=has_adapters
         )
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=trust_remote_code, **loading_arguments(config)
+        model = load_model(
+            LANGUAGE_MODEL,
+            path,
+            setting=setting,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            config=config,
+            dequantizing=loading_arguments(config),
         )
         policy = cls(add_adapters(model, lora) if lora and has_adapters else model, is_compiled=is_compiled, **setup)
         policy.is_quantized = stored_method(config) is not None

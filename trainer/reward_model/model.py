@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from lockstep.rewards.model.classifier import NORMALIZATION_FILE, RewardModel
 from lockstep.rollout.errors import ConfigError, TrainingError
+from lockstep.rollout.models.loading import load_model
+from lockstep.rollout.models.stored_model import NEW_REWARD_MODEL, REWARD_MODEL, read_config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.decoder import disable_randomness
 from lockstep.trainer.objective.whitening import moments
@@ -32,19 +34,11 @@ def make_model(config: RewardModelConfig, distributed: Distributed, *, pad_token
         ConfigError: nothing loadable at the path, or no sequence classifier with a plain head.
     """
     settings = config.model
-    try:
-        model_config = AutoConfig.from_pretrained(
-            settings.path, num_labels=1, trust_remote_code=settings.trust_remote_code
-        )
-        model_config.pad_token_id = pad_token_id
-        model = AutoModelForSequenceClassification.from_pretrained(
-            settings.path, config=model_config, dtype="float32", trust_remote_code=settings.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={settings.path} cannot be loaded as a sequence classifier ({error}); expected a decoder of "
-            "transformers or a trained reward model"
-        ) from error
+    source = {"setting": "model.path", "trust_remote_code": settings.trust_remote_code}
+    model_config = read_config(settings.path, num_labels=1, **source)
+    model_config.pad_token_id = pad_token_id
+    role = NEW_REWARD_MODEL if settings.new_head else REWARD_MODEL
+    model = load_model(role, settings.path, dtype="float32", config=model_config, **source)
     module = RewardModel(model)
     if not module.is_decoder:
         raise ConfigError(

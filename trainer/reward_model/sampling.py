@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from lockstep.rewards.model.reward import StopRule, token_id_of
 from lockstep.rewards.model.tokenizing import text_ids
 from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.models.loading import load_model
+from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
 from lockstep.trainer.data.datasets import load_rows
 from lockstep.trainer.reward_model.config import RewardModelConfig
 from lockstep.trainer.reward_model.data import Lengths, query_ids
@@ -63,8 +65,12 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
     if all(isinstance(row.get("response"), str) for row in own):
         responses = [text_ids(tokenizer, row["response"], special_tokens=False) for row in own]
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype="float32", trust_remote_code=config.model.trust_remote_code
+        model = load_model(
+            LANGUAGE_MODEL,
+            path,
+            setting="normalization.model_path" if settings.model_path else "model.path",
+            dtype="float32",
+            trust_remote_code=config.model.trust_remote_code,
         )
         # The ranks have not met yet, so torch has no default GPU for this one.
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"

@@ -58,5 +58,6 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
         is_compiled=config.model.compile,
         attn_implementation=config.attention,
         trust_remote_code=config.model.trust_remote_code,
+        setting="model.reference_path",
     )
     return Reference(Scorer(distributed.prepare_frozen(copy), distributed, **settings))

@@ -106,7 +106,7 @@ def test_settings_that_do_not_fit_are_refused(settings, says):
 def test_a_stop_of_several_tokens_and_a_path_without_a_model_are_refused(saved, tmp_path):
     with pytest.raises(ConfigError, match="choose a text that is one token"):
         token_id_of(make_tokenizer(), "he was")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="no loadable model config"):
         ModelReward(path=str(tmp_path / "nowhere")).load()
 
 

@@ -1,0 +1,1 @@
+"""Models as they are stored: checks of their files, loading, computed buffers."""
