@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.models.computed_buffers import wrong_buffer
 from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.model import decoder
 from lockstep.trainer.model.layers import chunked_attention
@@ -86,7 +87,13 @@ def differences(
 def check(
     policy: Policy, run: Callable[[PackedBatch], object], *, length: int, dtype: torch.dtype, gather: Gather
 ) -> None:
-    """Raise `ConfigError` with the name of the first layer that differs; arguments as of `differences`."""
+    """Raise `ConfigError` with the name of the first computed buffer or layer that differs; arguments as of
+    `differences`."""
+    if (wrong := wrong_buffer(policy.causal_lm)) is not None:
+        raise ConfigError(
+            f"the buffer {wrong}: the launcher or a wrapper has changed what {type(policy.causal_lm).__name__} "
+            "computes from its config. Report it with the launch file"
+        )
     for one in differences(policy, run, length=length, dtype=dtype, gather=gather):
         if not one.worst <= 1.0:
             raise ConfigError(

@@ -29,7 +29,8 @@ def loaded(family: str, directory: Path, mode: str) -> tuple[Policy, Callable[[P
         save_family(family, directory), compute_dtype="float32" if mode == "float32" else "bfloat16"
     )
     if mode == "bfloat16":
-        policy.to(BF16)
+        for parameter in policy.parameters():  # buffers stay as they are
+            parameter.data = parameter.data.to(BF16)
 
     def run(packed: PackedBatch) -> object:
         with torch.autocast("cpu", BF16, enabled=mode == "mixed"):
@@ -122,3 +123,13 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
     policy.causal_lm.get_decoder().layers[0].mlp.forward = lambda states: states * torch.nan
     with pytest.raises(ConfigError, match=r"layers\.0 differs from its computation in float32 by nan"):
         layer_precision.check(policy, run, length=LENGTH, dtype=F32, gather=lambda layer: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_rounded_buffer_is_named(family: str, tmp_path: Path) -> None:
+    policy, run = loaded(family, tmp_path, "mixed")
+    rotary = policy.causal_lm.get_decoder().rotary_emb
+    name = next(name for name in rotary._buffers if name.endswith("inv_freq"))
+    rotary._buffers[name] = rotary._buffers[name].to(BF16)
+    with pytest.raises(ConfigError, match=rf"the buffer model\.rotary_emb\.{name} begins with .* of torch\.bfloat16"):
+        layer_precision.check(policy, run, length=LENGTH, dtype=BF16, gather=lambda layer: contextlib.nullcontext())
