@@ -20,12 +20,14 @@ class ChainEnvironment(ToolEnvironment):
         self._links: dict[str, str] = {}
         super().__init__([self.lookup], **settings)
 
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
-        links = example.get("links")
-        if not links:
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        try:
+            self._links = {link["key"]: link["value"] for link in example.get("links") or ()}
+        except (TypeError, KeyError):
+            self._links = {}
+        if not self._links:
             raise DataError("chain: the row has no links; expected a column links with a list of {key, value}")
-        self._links = {link["key"]: link["value"] for link in links}
-        return await super().reset(example)
+        return super().read_row(example)
 
     async def lookup(self, key: str) -> str:
         """Look up what a key says.

@@ -30,38 +30,55 @@ class PromptReader:
         return PROMPT_COLUMNS if self.column is None else (self.column,)
 
     def find(self, example: Mapping[str, Any]) -> str | None:
-        """Return the name of the column that holds the row's prompt; None if it has none."""
-        return next((name for name in self.columns if example.get(name) is not None), None)
+        """Return the name of the column that holds the row's prompt; None if all are absent or empty."""
+        return next((name for name in self.columns if not is_empty(example.get(name))), None)
+
+    def opening(self, example: Mapping[str, Any]) -> tuple[Message, ...]:
+        """Return `messages`, or an empty user turn for an environment that writes the prompt of rows without one."""
+        if self.find(example) is None:
+            return self._with_system(({"role": "user", "content": ""},))
+        return self.messages(example)
 
     def messages(self, example: Mapping[str, Any]) -> tuple[Message, ...]:
         """Return the first messages of an episode. Raises `DataError` without messages that a model can answer."""
         name = self.find(example)
         if name is None:
+            there = [f"{column} (empty)" if is_empty(value) else column for column, value in example.items()]
+            hint = next((column for column, value in example.items() if isinstance(value, str | list)), "<column>")
             raise DataError(
-                f"no prompt in a data row: expected column {' or '.join(self.columns)}, found "
-                f"{', '.join(example) or 'none'}; name the column with environment.prompt_column"
+                f"no prompt in a data row: no {' or '.join(self.columns)}; it has {', '.join(there) or 'nothing'}; set "
+                f"'data.columns={{prompt: {hint}}}' with the column that holds the prompt"
             )
         value = example[name]
-        turns = (
-            ({"role": "user", "content": self.template.replace("{prompt}", value)},)
-            if isinstance(value, str)
-            else _read_messages(name, value)
-        )
+        if isinstance(value, str):
+            return self._with_system(({"role": "user", "content": self.template.replace("{prompt}", value)},))
+        return self._with_system(_read_messages(name, value))
+
+    def _with_system(self, turns: tuple[Message, ...]) -> tuple[Message, ...]:
         if self.system is not None and turns[0]["role"] not in ("system", "developer"):
             return ({"role": "system", "content": self.system}, *turns)
         return turns
 
 
+def is_empty(value: Any) -> bool:
+    """True for null and for a text of spaces, the empty cell of CSV."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
 def _read_messages(name: str, value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list | tuple) or not value:
-        raise DataError(f"column {name}: expected a text or a list of messages, found {type(value).__name__} {value!r}")
+        raise DataError(
+            f"column {name}: expected a text or a list of messages, found {type(value).__name__} {value!r:.80}"
+        )
     for turn in value:
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str) or "content" not in turn:
-            raise DataError(f"column {name}: expected messages with role and content, found {turn!r}")
+            raise DataError(f"column {name}: expected messages with role and content, found {turn!r:.200}")
     if value[-1]["role"] == "assistant":
         raise DataError(
             f"column {name}: the conversation ends with an assistant turn, expected a turn that the model can answer; "
             "drop the last turn from the data, or move it to a column of its own for the reward"
         )
+    if value[-1]["role"] == "user" and is_empty(value[-1]["content"]):
+        raise DataError(f"column {name}: the last message, which the model answers, is empty")
     # Columnar files give every message every key; an empty one would reach the template as a value.
     return tuple({key: item for key, item in turn.items() if item is not None} for turn in value)

@@ -82,8 +82,11 @@ class SearchEnvironment:
         self._attempt_timeout_s = attempt_timeout_s
         self._prompt = PromptReader(column=prompt_column, system=system_prompt)
 
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
         return self._prompt.messages(example)
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        return self.read_row(example)
 
     async def step(self, message: Message) -> Step:
         """Answer an assistant turn. `outcome["answer"]` is empty unless the action of the turn is an answer. Raises

@@ -43,9 +43,12 @@ class SingleTurn:
         self._tools_column = tools_column
         self.tools: Tools = ()
 
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
         self.tools = row_tools(example, self._tools_column)
         return self._prompt.messages(example)
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        return self.read_row(example)
 
     async def step(self, message: Message) -> Step:
         return Step(done=True)
@@ -59,7 +62,7 @@ def row_tools(example: Mapping[str, Any], column: str) -> Tools:
     xLAM's data). In the last form, parameters are required unless they have a default or are called optional. Raises
     `DataError`: the column holds something else.
     """
-    value = example.get(column)
+    value = example.get(column) or None  # an empty cell of CSV is an empty text
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -36,8 +36,11 @@ class ToolEnvironment:
     def tools(self) -> Tools:
         return self._toolbox.schemas
 
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
         return self._prompt.messages(example)
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        return self.read_row(example)
 
     async def step(self, message: Message) -> Step:
         results = await self._toolbox.answer(message)

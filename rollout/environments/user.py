@@ -39,13 +39,16 @@ class SimulatedUser:
         self._messages: list[Message] = []
         self._num_replies = 0
 
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
         script = example.get(self._turns_column)
         if script is not None:
-            if isinstance(script, str) or not all(isinstance(turn, str) for turn in script):
+            if not isinstance(script, list | tuple) or not all(isinstance(turn, str) for turn in script):
                 raise DataError(f"column {self._turns_column}: expected a list of texts, found {script!r}")
             self._script = tuple(script)
-        self._messages = list(self._prompt.messages(example))
+        return self._prompt.messages(example)
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        self._messages = list(self.read_row(example))
         self._num_replies = 0
         return tuple(self._messages)
 

@@ -1,7 +1,7 @@
 """Environment protocol: from a data row to messages, and from an assistant turn to the messages that answer it.
 
 An environment lives for one episode and handles messages only. It is an `Environment`, or `RunsItself` if it asks the
-model on its own; `HostsConversations`, `Concludes`, `ChecksSystem` and `Closes` are optional.
+model on its own; `ReadsRows`, `HostsConversations`, `Concludes`, `ChecksSystem` and `Closes` are optional.
 `rollout/environments/__init__.py` lists them by name.
 """
 
@@ -73,6 +73,24 @@ class RunsItself:
         self.function = load_function(function) if isinstance(function, str) else function
         self.timeout_s = timeout_s
         self.max_concurrent = max_concurrent
+
+
+@runtime_checkable
+class ReadsRows(Protocol):
+    """An environment that can read a row without an episode, so that all rows are checked before a run starts."""
+
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        """Return the messages of the row; empty if the environment writes its own. Starts nothing.
+
+        Raises `DataError` for a row that no episode can use.
+        """
+        ...
+
+
+def messages_of_row(environment: Environment | RunsItself, example: Mapping[str, Any]) -> Sequence[Message]:
+    """Return `read_row`; nothing without it, or if a subclass begins its episodes in another way."""
+    names = [name for kind in type(environment).__mro__ for name in ("read_row", "reset") if name in vars(kind)]
+    return environment.read_row(example) if isinstance(environment, ReadsRows) and names[0] == "read_row" else ()
 
 
 OpenConversation = Callable[..., Conversation]

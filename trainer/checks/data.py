@@ -15,9 +15,9 @@ from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.paths import file_exists, path_exists
 from lockstep.trainer.config.prepared import data_command
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.data.datasets import is_file, is_made
+from lockstep.trainer.data.datasets import is_file, is_made, path_problem
 from lockstep.trainer.data.gym_rows import check_task
-from lockstep.trainer.data.seeds import seeds
+from lockstep.trainer.data.split import seeds
 
 NAME = re.compile(r"[\w-]+")
 """Name of a data set, a part of metric names."""
@@ -155,7 +155,7 @@ def _lm_eval_problems(config: Config) -> Iterator[str]:
 
 
 def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
-    """Yield one sentence per missing file. trains: True if training data is needed."""
+    """Yield one sentence per path at which nothing can be read. trains: True if training data is needed."""
     paths = {f"eval.sets.{name}.path": data_set.path for name, data_set in config.eval.sets.items()}
     if trains and config.data.sources:
         paths |= {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
@@ -168,8 +168,8 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
     if config.data.heldout_path is not None and (trains or not config.eval.lm_eval.tasks):
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
-        if is_file(path) and not file_exists(path):
+        if problem := path_problem(path):
             also = ", or data.heldout_path=null for no held-out data" if trains and name == "data.heldout_path" else ""
             command = data_command(path)
             make = f"run `{command}`, or " if command else ""
-            yield f"{name}={path} does not exist (looked in {Path.cwd()}); {make}set {name}=<file or hub id>{also}"
+            yield f"{name}={path} {problem}; {make}set {name}=<file or hub id>{also}"

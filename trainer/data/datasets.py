@@ -1,45 +1,67 @@
 """Rows from files, the hub and reasoning-gym, with their columns renamed to what environments and rewards read.
 
-`load_rows` reads everything. `read_first_row` reads one row of a local file without the `datasets` library, so that a
-wrong column is found before anything heavy is imported.
+`load_rows` reads everything; `read_first_row` reads one row of a local file, so that a wrong column is found before
+anything heavy is imported.
 """
 
 from __future__ import annotations
 
-import csv
 import difflib
 import json
-from collections import deque
-from collections.abc import Iterator, Mapping
-from itertools import zip_longest
+import mimetypes
+import os.path
+import re
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.rewards.functions.reasoning_gym import PREFIX
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS
-from lockstep.rollout.errors import DataError
-from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.errors import DataError, LockstepError
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
+from lockstep.trainer.config.paths import file_exists
 from lockstep.trainer.data.gym_rows import gym_rows
-from lockstep.trainer.data.seeds import SEEDS, seeds
+from lockstep.trainer.data.reader import UNREADABLE, Record, Row, Rows, every, file_records, reason, silent
+from lockstep.trainer.data.split import SEEDS, seeds
 
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Loader of `datasets` by the suffix of a local file."""
+if TYPE_CHECKING:
+    import datasets
 
-
-UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError, NotImplementedError, RecursionError, csv.Error)
-"""Errors of readers for damaged files, and for values that Python cannot hold; pytz's for a zone is a `KeyError`."""
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Suffixes of the files that are read."""
+HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+HUB_TIMEOUT_S = 10.0
+"""Time in which the hub must answer [s]."""
+HUB_OPTIONS = {"name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter"}
+"""Options of JSON and CSV files on the hub that are followed, or change no value."""
+Columns = Mapping[str, str | None]
+"""`data.columns`: columns by their new names; null: a column that is left out."""
 
 
 def is_file(path: str) -> bool:
-    """True if a path names a file; anything else is made (`is_made`), saved rollouts, or the id of a data set on the
-    hub."""
-    return Path(path).suffix in FILE_FORMATS and not path.startswith(SAVED_ROLLOUTS)
+    """True if a path names a file; anything else is made (`is_made`), saved rollouts, a directory, or the id of a data
+    set on the hub."""
+    return Path(path).suffix.lower() in SUFFIXES and not path.startswith(SAVED_ROLLOUTS)
 
 
 def is_made(path: str) -> bool:
     """True if a path names rows that are made when they are loaded: a task of reasoning-gym, or seeds."""
     return path.startswith((PREFIX, SEEDS))
+
+
+def path_problem(path: str) -> str | None:
+    """Return the end of a sentence on why a path cannot be read; None if it may be, perhaps from the hub."""
+    if is_made(path) or path.startswith(SAVED_ROLLOUTS) or os.path.isdir(os.path.expanduser(path)):
+        return None
+    suffix, exists = Path(path).suffix, file_exists(path)
+    if is_file(path):
+        return None if exists else f"does not exist (looked in {Path.cwd()})"
+    if exists or (suffix[1:].isalpha() and ("/" not in path or any(mimetypes.guess_type(path)))):
+        return f"has the format {suffix or '(no suffix)'}, which is not read; expected {', '.join(SUFFIXES)}"
+    return None if HUB_ID.fullmatch(path) else f"is not a directory (looked in {Path.cwd()}), and not an id of the hub"
 
 
 def rollout_files(path: str) -> list[Path]:
@@ -56,33 +78,38 @@ def rollout_files(path: str) -> list[Path]:
     )
 
 
-def load_rows(path: str, split: str, subset: str | None = None, parameters: Mapping[str, Any] | None = None) -> Any:
-    """Load a `datasets.Dataset` from a local file (JSONL, JSON, CSV, parquet), a task of reasoning-gym or a hub id.
+def load_rows(
+    path: str,
+    split: str,
+    subset: str | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    say: Callable[[str], None] = silent,
+) -> Rows:
+    """Load the rows of a local file (JSONL, JSON, CSV, parquet), a task of reasoning-gym, a directory or a hub id.
 
     `seeds:<count>` are rows with nothing but a seed. split: not for files. subset: for the hub. parameters: of the
-    task. Raises `DataError` if the data cannot be loaded or is empty, `ConfigError` for rows that cannot be made.
+    task. say: told of the progress. Raises `DataError` if the data cannot be loaded, is empty, or has rows that cannot
+    be read, `ConfigError` for rows that cannot be made.
     """
     if path.startswith(PREFIX):
-        return gym_rows(path, split, parameters or {})
+        return Rows.of(gym_rows(path, split, parameters or {}))
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
-    if path.startswith(SEEDS):
-        return datasets.Dataset.from_dict({"seed": seeds(path, split)})
-
     datasets.disable_progress_bars()
     local = Path(path).expanduser()
-    if local.suffix == ".jsonl":
-        _check_lines(local)
     try:
-        if local.suffix == ".csv":
-            deque(_csv_rows(local), maxlen=0)  # checks every row
-        if is_file(path):
-            rows = datasets.load_dataset(
-                FILE_FORMATS[local.suffix], data_files=str(local), split="train", keep_in_memory=False
-            )
+        if path.startswith(SEEDS):
+            rows = Rows.of(datasets.Dataset.from_dict({"seed": seeds(path, split)}))
+        elif not is_file(path):
+            rows = _hub_rows(path, subset, split, say)
+        elif local.suffix.lower() == ".parquet":
+            rows = Rows.of(datasets.load_dataset("parquet", data_files=str(local), split="train"))
         else:
-            rows = datasets.load_dataset(path, subset, split=split)
+            rows = Rows.kept(every(file_records(local, of=path), of=path, say=say))
+    except LockstepError:
+        raise
     except (*UNREADABLE, DatasetGenerationError) as error:
         raise DataError(f"data set {path} cannot be loaded: {reason(error.__cause__ or error)}") from error
     if len(rows) == 0:
@@ -90,106 +117,101 @@ def load_rows(path: str, split: str, subset: str | None = None, parameters: Mapp
     return rows
 
 
-def read_first_row(path: str) -> Mapping[str, Any]:
+def read_first_row(path: str) -> Row:
     """Read the first row of a local file. Raises `DataError` if the file is empty or not of its suffix's format."""
     local = Path(path).expanduser()
-    read = {".jsonl": _first_line, ".json": _first_of_json, ".csv": _first_of_csv, ".parquet": _first_of_parquet}
+    is_parquet = local.suffix.lower() == ".parquet"
     try:
-        row = read[local.suffix](local)
-    except UNREADABLE as error:
+        for place, read in load_rows(path, "train").records() if is_parquet else file_records(local, of=path):
+            try:
+                return read()
+            except DataError as error:
+                raise DataError(f"data set {path}: {place}: {error}") from error
+    except OSError as error:
         raise DataError(f"data set {path} cannot be loaded: {reason(error)}") from error
-    if row is None:
-        raise _no_rows(path)
-    if not isinstance(row, dict):
-        raise DataError(f"data set {path}: the first row is a {type(row).__name__}; expected a JSON object per row")
-    return row
-
-
-def _first_line(path: Path) -> Any:
-    with path.open(encoding="utf-8") as file:
-        return next((json.loads(line) for line in file if line.strip()), None)
-
-
-def _first_of_json(path: Path) -> Any:
-    """Read a list of objects, one object per line, or a single object."""
-    text = path.read_text(encoding="utf-8")
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError:
-        return _first_line(path)
-    if isinstance(content, list):
-        return content[0] if content else None
-    return content
-
-
-def _first_of_csv(path: Path) -> Any:
-    return next(_csv_rows(path), None)
-
-
-def _csv_rows(path: Path) -> Iterator[dict[str, str | None]]:
-    """Yield the rows of a CSV file. Raises `DataError` with the line number of a row with more fields than the header:
-    pandas takes its first ones for an index, and moves the others to wrong columns."""
-    csv.field_size_limit(2**31 - 1)  # of this process; the default is less than a long prompt
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.reader(file)
-        header = next((row for row in rows if row), [])
-        if twice := next((name for name in header if header.count(name) > 1), None):
-            raise DataError(f"data set {path}: the header has {twice} twice; rename one of the columns")
-        for row in rows:
-            if len(row) > len(header):
-                raise DataError(
-                    f"data set {path}:{rows.line_num} has {len(row)} fields, the header has {len(header)}; put texts "
-                    "with commas in quotes, or name every column"
-                )
-            if row:
-                yield dict(zip_longest(header, row))
-
-
-def _first_of_parquet(path: Path) -> Any:
-    from pyarrow import parquet  # here: most runs have no parquet file
-
-    for batch in parquet.ParquetFile(path).iter_batches(batch_size=1):
-        return batch.to_pylist()[0]
-    return None
-
-
-def _check_lines(path: Path) -> None:
-    """Raise `DataError` with the line number of a non-object: Arrow's reader crashes the process on some."""
-    try:
-        number, is_empty = 0, True
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    raise DataError(f"data set {path}:{number} is not a JSON object; expected one per line")
-                is_empty = is_empty and not line.strip()
-        if is_empty:
-            raise _no_rows(str(path))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        where = f":{number}" if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(f"data set {path}{where} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
-def reason(error: BaseException) -> str:
-    """Return the first line of an error, or its type if it has no text."""
-    return next(iter(error_text(error).splitlines()), type(error).__name__)
+    raise _no_rows(path)
 
 
 def _no_rows(path: str) -> DataError:
     return DataError(f"data set {path} has no rows; set data.path=<file or hub id with at least one row>")
 
 
-def rename(row: Mapping[str, Any], columns: Mapping[str, str], *, of: str) -> dict[str, Any]:
+def _hub_rows(path: str, subset: str | None, split: str, say: Callable[[str], None]) -> Rows:
+    import datasets
+    from datasets.packaged_modules.csv.csv import CsvConfig
+    from datasets.packaged_modules.json.json import JsonConfig
+
+    if problem := path_problem(path):
+        raise DataError(f"data set {path} {problem}")
+    place = Path(path).expanduser()
+    builder = datasets.load_dataset_builder(str(place) if place.is_dir() else _found(path), subset)
+    if isinstance(builder.config, CsvConfig | JsonConfig):  # whose builders guess the types
+        return Rows.kept(every(_hub_records(builder, split, of=path), of=path, say=say))
+    builder.download_and_prepare()
+    return Rows.of(builder.as_dataset(split=split))  # type: ignore[arg-type]  # one split
+
+
+def _hub_records(builder: datasets.DatasetBuilder, split: str, *, of: str) -> Iterator[Record[Row]]:
+    """Yield the rows of the JSON or CSV files of a split."""
+    import datasets
+
+    options, defaults = vars(builder.config), vars(type(builder.config)())
+    others = [name for name, value in options.items() if name not in HUB_OPTIONS and value != defaults[name]]
+    if others or split not in options["data_files"]:
+        raise DataError(
+            f"data set {of}: of its JSON or CSV files, whole splits are read, without options; found split={split} and "
+            f"{', '.join(others) or 'no options'}, expected split={' or '.join(map(str, options['data_files']))}; set "
+            "data.split, or download a file and set data.path=<the file>"
+        )
+    manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(use_etag=False))
+    # All splits, as load_dataset does: a later run may not reach the hub.
+    files: Any = manager.download_and_extract(options["data_files"])
+    for file in map(Path, manager.iter_files(files[split])):
+        suffix = ".csv" if "sep" in options else file.suffix if file.suffix in SUFFIXES else ".json"
+        for place, read in file_records(file, of=of, suffix=suffix, delimiter=options.get("sep", ",")):
+            yield f"{file.name}, {place}", read
+
+
+def _found(path: str) -> str:
+    """Return the id of a data set if the hub answers, else its place in the cache. Raises `DataError` without it."""
+    import datasets.config
+    import huggingface_hub
+
+    # The clients of the hub would retry for half a minute before they look into their caches.
+    if not datasets.config.HF_HUB_OFFLINE and _answers(huggingface_hub.constants.ENDPOINT):
+        return path
+    try:
+        return huggingface_hub.snapshot_download(path, repo_type="dataset", local_files_only=True)
+    except OSError as error:
+        raise DataError(
+            f"data set {path}: there is no such directory (looked in {Path.cwd()}), the hub cannot be reached (or is "
+            "off by HF_HUB_OFFLINE=1), and its cache has no such data set; set data.path=<file>, or type where the hub "
+            f"can be reached: hf download --repo-type dataset {path}"
+        ) from error
+
+
+def _answers(address: str) -> bool:
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        return True
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # the clients of the hub may know the certificate
+    except OSError:
+        return False
+    return True
+
+
+def rename(row: Mapping[str, Any], columns: Columns, *, of: str) -> dict[str, Any]:
     """Return a copy of the row with renamed columns. of: name of the data set, for errors.
 
     `columns` maps new names to columns. A nested column is a path, `reward_model.ground_truth`; text on the way is
-    parsed as JSON. Other columns stay; the old names of renamed ones go. Raises `DataError` without such a column, and
-    lists those of the row.
+    parsed as JSON. Null leaves the column out. Other columns stay; the old names of renamed ones go. Raises `DataError`
+    without such a column, and lists those of the row.
     """
-    found = {name: _find(row, path, name, of) for name, path in columns.items()}
-    kept = {name: value for name, value in row.items() if name not in columns.values()}
-    if any(name in columns for name in PROMPT_COLUMNS):
+    found = {name: _find(row, path, name, of) for name, path in columns.items() if path is not None}
+    kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+    if any(name in found for name in PROMPT_COLUMNS):
         # An environment takes the first prompt column it finds, which must be the chosen one.
         kept = {name: value for name, value in kept.items() if name not in PROMPT_COLUMNS}
     return {**kept, **found}
@@ -207,7 +229,7 @@ def _find(row: Mapping[str, Any], path: str, name: str, of: str) -> Any:
             close = difflib.get_close_matches(part, there, n=1)
             hint = close[0] if close else "<one of these>"
             raise DataError(
-                f"data set {of} has no column {path}; its first row has {', '.join(row) or 'none'}"
+                f"data set {of} has no column {path}; the row has {', '.join(row) or 'none'}"
                 + (f" (and {path.rpartition('.')[0]} has {', '.join(there)})" if value is not row and there else "")
                 + f"; set 'data.columns={{{name}: {path.replace(part, hint)}}}'"
             )

@@ -7,11 +7,10 @@ before the first update. They are kept in seven bytes a token.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from lockstep.rollout.errors import DataError, EvidenceError, TemplateError
 from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.data.datasets import json_or_text, load_rows, rename
+from lockstep.trainer.data.reader import Record, Row, every
 from lockstep.trainer.data.saved_demonstrations import saved_rows
 
 MESSAGES, TOOLS = "messages", "tools"
@@ -83,8 +83,7 @@ def load_demonstrations(
     if settings.is_saved:
         made = saved_rows(settings.path, chat, min_reward=min_reward, vocab_size=vocab_size, left_out=left_out)
     else:
-        talks = enumerate(_conversations(settings))
-        made = (_tokenized(row, chat, where=f"{settings.path}: row {index}") for index, row in talks)
+        made = (rows for _, rows in every(_conversations(settings, chat, say), of=settings.path, say=say))
     kept: list[Demonstration] = []
     for rows in made:
         if max_tokens is not None and max(map(len, rows)) > max_tokens:
@@ -101,41 +100,42 @@ def load_demonstrations(
     return kept
 
 
-def _tokenized(row: Mapping[str, Any], chat: Chat, *, where: str) -> list[TrainingRow]:
-    messages, tools = _parsed(row.get(MESSAGES), MESSAGES, where), _parsed(row.get(TOOLS) or [], TOOLS, where)
+def _tokenized(row: Mapping[str, Any], chat: Chat) -> list[TrainingRow]:
+    messages, tools = _parsed(row.get(MESSAGES), MESSAGES), _parsed(row.get(TOOLS) or [], TOOLS)
     try:
         rows = rows_from_calls(demonstrated_calls(chat, messages, tools))
     except (TemplateError, EvidenceError) as error:
-        raise DataError(f"{where} cannot be trained: {error}") from error
+        raise DataError(f"it cannot be trained: {error}") from error
     if not any(one.num_trained for one in rows):
-        raise DataError(f"{where} has no turn to train: each assistant message has weight 0")
+        raise DataError("it has no turn to train: each assistant message has weight 0")
     return rows
 
 
-def _parsed(value: Any, column: str, where: str) -> list[dict[str, Any]]:
+def _parsed(value: Any, column: str) -> list[dict[str, Any]]:
     """Return a list of objects, given as such or as JSON text."""
     found = json_or_text(value) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise DataError(
-            f"{where} has no list of objects in column {column!r} (found {type(found).__name__}); expected messages in "
+            f"it has no list of objects in column {column!r} (found {type(found).__name__}); expected messages in "
             f"OpenAI's format; set 'data.columns={{{column}: <column>}}'"
         )
     return found
 
 
-def _conversations(settings: DataSetConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows. Those of JSON lines are read as they stand, others without nulls: Arrow fills in absent keys."""
+def _conversations(
+    settings: DataSetConfig, chat: Chat, say: Callable[[str], None]
+) -> Iterator[Record[list[TrainingRow]]]:
+    """Yield the place of each row, and a function that makes its training rows."""
     assert settings.split is not None, "resolved by DataConfig.complete"
-    columns, local = settings.columns or {}, Path(settings.path).expanduser()
-    rows = load_rows(settings.path, settings.split, settings.subset)
-    if local.suffix == ".jsonl":
-        with local.open(encoding="utf-8") as file:
-            for line in file:
-                if line.strip():
-                    yield rename(json.loads(line), columns, of=settings.path)
-        return
-    for row in rows:
-        yield rename(_without_nulls(row), columns, of=settings.path)
+    rows = load_rows(settings.path, settings.split, settings.subset, say=say)
+    # In parquet, a null may stand for an absent key, which a template must not see.
+    clean = _without_nulls if rows.is_columnar else lambda row: row
+
+    def training_rows(read: Callable[[], Row]) -> list[TrainingRow]:
+        return _tokenized(rename(clean(read()), settings.columns or {}, of=settings.path), chat)
+
+    for place, read in rows.records():
+        yield place, partial(training_rows, read)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -33,14 +33,12 @@ def check_task(path: str, parameters: Mapping[str, Any]) -> None:
     make_task(path.removeprefix(PREFIX), own, seed=seed, size=size)
 
 
-def gym_rows(path: str, split: str, parameters: Mapping[str, Any]) -> Any:
-    """Return a `datasets.Dataset` with columns question, answer (of tasks with a single one) and reasoning_gym.
+def gym_rows(path: str, split: str, parameters: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return rows with question, answer (of tasks with a single one) and reasoning_gym.
 
     split: train, or test for the held-out questions. parameters: of the task, and size and seed.
     Raises `ConfigError`: as `check_task`, for another split, or for a task with too few questions.
     """
-    import datasets
-
     if split not in SPLITS:
         raise ConfigError(
             f"{path} has the splits train and test, found {split!r}; set data.split=train data.heldout_split=test"
@@ -50,7 +48,7 @@ def gym_rows(path: str, split: str, parameters: Mapping[str, Any]) -> Any:
     kept = [row for row in rows if is_heldout(row["question"]) == (split == "test")]
     if not kept:
         raise DataError(f"{path} has no {split} rows among {len(rows)}; raise data.parameters.size")
-    return datasets.Dataset.from_list(kept)
+    return kept
 
 
 def questions(task: str, parameters: Mapping[str, Any], *, seed: int, size: int) -> Iterator[dict[str, Any]]:

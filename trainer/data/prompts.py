@@ -15,8 +15,9 @@ one of its epochs, whatever the curriculum skips.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,9 @@ from lockstep.rollout.records import DataRow
 from lockstep.trainer.config.groups.data_settings import CurriculumConfig, DataSetConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.curriculum import Curriculum
-from lockstep.trainer.data.datasets import UNREADABLE, load_rows, reason, rename
+from lockstep.trainer.data.datasets import load_rows, rename
+from lockstep.trainer.data.reader import Rows, every, silent
+from lockstep.trainer.data.row_check import RowCheck
 
 Row = Mapping[str, Any]
 
@@ -43,46 +46,37 @@ MIX_BLOCK = 1000
 class DataSet:
     """A data set with the columns that environments and rewards read."""
 
-    def __init__(
-        self, rows: Any, settings: DataSetConfig, *, name: str | None = None, numbers: Sequence[int] | None = None
-    ) -> None:
-        """rows: a `datasets.Dataset`. name: written into each row; None for a single data set. numbers: of the rows in
-        their file; None: from 0 on.
+    def __init__(self, rows: Any, settings: DataSetConfig, *, name: str | None = None) -> None:
+        """rows: as `Rows.of` takes them. name: written into each row; None for a single data set.
 
-        Raises `DataError` if the first row lacks a column of `settings`.
+        Raises `DataError` for a column of a type that JSON does not have.
         """
-        self._rows = rows
+        left_out = [name for name, column in (settings.columns or {}).items() if column is None]
+        self._rows = Rows.of(rows).for_rewards(left_out=left_out, of=settings.path)
         self._settings = settings
         self.name = name
-        self._numbers = range(len(rows)) if numbers is None else numbers
-        self[0]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        settings = self._settings
-        try:
-            values = self._rows[index]
-        except UNREADABLE as error:
-            raise DataError(f"data set {settings.path}: row {index} cannot be read: {reason(error)}") from error
-        row = DataRow(rename(values, settings.columns or {}, of=settings.path))
-        row.place = f"row {self._numbers[index]} of {settings.path}"
-        if settings.system_prompt is not None:
-            row["messages"] = list(PromptReader(system=settings.system_prompt).messages(row))
-        if settings.environment is not None:
-            row["environment"] = settings.environment
-        if self.name is not None:
-            row[DATASET] = self.name
+        row = DataRow(prepared(self._rows[index], self._settings, name=self.name))
+        row.place = f"{self._rows.place(index)} of {self._settings.path}"
         return row
+
+    def checked(self, check: Callable[[Row], None], *, say: Callable[[str], None]) -> DataSet:
+        """Return the data set. Raises `DataError` if `check` raises it for some of the rows: how many, and which."""
+        records = ((self._rows.place(index), partial(lambda i: check(self[i]), index)) for index in range(len(self)))
+        for _ in every(records, of=self._settings.path, say=say):
+            pass
+        return self
 
     def prompts(self, reader: PromptReader) -> Iterator[Any]:
         """Yield the prompts of all rows as the file holds them, without reading other columns."""
         names = {*reader.columns, *PROMPT_COLUMNS}
-        renamed = {name: path for name, path in (self._settings.columns or {}).items() if name in names}
-        there = self._rows.column_names
-        read = {path if path in there else path.partition(".")[0] for path in renamed.values()} or names
-        for row in self._rows.select_columns(sorted(read.intersection(there))):
+        renamed = {name: path for name, path in (self._settings.columns or {}).items() if name in names and path}
+        read = {part for path in renamed.values() for part in (path, path.partition(".")[0])} or names
+        for row in self._rows.only(read.__contains__):
             row = rename(row, renamed, of=self._settings.path)
             if (name := reader.find(row)) is not None:
                 yield row[name]
@@ -93,34 +87,49 @@ class DataSet:
             raise DataError(
                 f"data set {self._settings.path}: no prompt has at most data.max_prompt_tokens tokens; raise it"
             )
-        numbers = [self._numbers[index] for index in kept]
-        return DataSet(self._rows.select(kept), self._settings, name=self.name, numbers=numbers)
+        return DataSet(self._rows.select(kept), self._settings, name=self.name)
 
 
-def load_data_set(settings: DataSetConfig, *, name: str | None = None) -> DataSet:
-    """Load one data set. Raises `DataError` if it cannot be loaded, is empty, or lacks a column."""
+def prepared(values: Row, settings: DataSetConfig, *, name: str | None = None) -> dict[str, Any]:
+    """Return a row of the data set as environments and rewards see it. Raises `DataError`."""
+    row = rename(values, settings.columns or {}, of=settings.path)
+    if settings.system_prompt is not None:
+        row["messages"] = list(PromptReader(system=settings.system_prompt).messages(row))
+    if settings.environment is not None:
+        row["environment"] = settings.environment
+    return row if name is None else {**row, DATASET: name}
+
+
+def load_data_set(settings: DataSetConfig, *, name: str | None = None, say: Callable[[str], None] = silent) -> DataSet:
+    """Load one data set. Raises `DataError` if it cannot be loaded or is empty."""
     assert settings.split is not None, "resolved by DataConfig.complete"
-    rows = load_rows(settings.path, settings.split, settings.subset, settings.parameters)
+    rows = load_rows(settings.path, settings.split, settings.subset, settings.parameters, say=say)
     return DataSet(rows, settings, name=name)
 
 
-def training_data(config: Config) -> list[DataSet]:
-    """Load the training data of a run: data.path, or all of data.sources."""
-    sources = config.data.training_sets()
-    return [load_data_set(settings, name=name or None) for name, settings in sources.items()]
+def training_data(config: Config, *, say: Callable[[str], None] = silent) -> list[DataSet]:
+    """Load the training data of a run, data.path or all of data.sources, and check every row. say: told of progress.
 
-
-def heldout_data(config: Config) -> dict[str, DataSet]:
-    """Load the held-out data by name: data.heldout_path under an empty name, then eval.sets.
-
-    The path `environment` stands for the evaluation data of an environment that brings its own.
+    Raises `DataError` if rows cannot be used.
     """
-    return {
+    check = RowCheck(config)
+    sources = config.data.training_sets().items()
+    return [load_data_set(one, name=name or None, say=say).checked(check, say=say) for name, one in sources]
+
+
+def heldout_data(config: Config, *, say: Callable[[str], None] = silent) -> dict[str, DataSet]:
+    """Load the held-out data by name, data.heldout_path under an empty name, then eval.sets, and check every row.
+
+    The path `environment` stands for the evaluation data of an environment that brings its own. Raises `DataError`.
+    """
+    check = RowCheck(config)
+    sets = {
         name: DataSet(evaluation_rows(**config.environment.settings), settings, name=name or None)
         if brings_data(config, settings.path)
-        else load_data_set(settings, name=name or None)
+        else load_data_set(settings, name=name or None, say=say)
         for name, settings in config.heldout_sets().items()
     }
+    return {name: data.checked(check, say=say) for name, data in sets.items()}
 
 
 def brings_data(config: Config, path: str) -> bool:

@@ -90,6 +90,7 @@ class Evaluator:
     def __init__(
         self,
         config: Config,
+        data: Mapping[str, DataSet],
         *,
         sampler: Sampler,
         rewards: RewardSet,
@@ -97,7 +98,7 @@ class Evaluator:
         chat: Chat,
         model: str = POLICY,
     ) -> None:
-        """model: adapter of the engine (`Sampling.model`). Raises `DataError` if held-out data cannot be loaded."""
+        """data: `heldout_data`. model: adapter of the engine (`Sampling.model`)."""
         self._config = config
         self._sampler = sampler
         self._rewards = rewards
@@ -111,7 +112,7 @@ class Evaluator:
             is_trained=False,
             model=model,
         )
-        self.data = heldout_data(config)
+        self.data = data
 
     @property
     def num_rollouts(self) -> int:
@@ -247,13 +248,14 @@ def _run_adapters(config: Config, console: RunConsole) -> None:
             "eval.compare_to=null 'eval.lm_eval.tasks=[]', or evaluate merged models one by one"
         )
     sampled_with, metrics = comparable_settings(config), {}
+    data = heldout_data(config, say=console.say)
     with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
         console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
         engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
         try:
             base: Sequence[SetResult] = ()
             for name in (BASE, *config.model.adapters):
-                found = _evaluate_sets(config, engine, loop, console, model=name)
+                found = _evaluate_sets(config, data, engine, loop, console, model=name)
                 comparisons = compare(base, found.results) if base else []
                 base = base or found.results
                 console.say(f"{name}:")
@@ -275,12 +277,13 @@ def _run_adapters(config: Config, console: RunConsole) -> None:
 
 
 def _evaluate_model(config: Config, console: RunConsole, tasks: Tasks | None) -> Evaluation:
+    data = heldout_data(config, say=console.say)
     with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
         path = config.model.path
         console.say(f"starting the engine with {path} ...")
         engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
         try:
-            evaluation = _evaluate_sets(config, engine, loop, console) if config.heldout_sets() else Evaluation()
+            evaluation = _evaluate_sets(config, data, engine, loop, console) if data else Evaluation()
             if tasks is None:
                 return evaluation
             with console.progress("lm-eval", 0) as lines:
@@ -291,14 +294,20 @@ def _evaluate_model(config: Config, console: RunConsole, tasks: Tasks | None) ->
 
 
 def _evaluate_sets(
-    config: Config, engine: EnginePool, loop: BackgroundLoop, console: RunConsole, *, model: str = POLICY
+    config: Config,
+    data: Mapping[str, DataSet],
+    engine: EnginePool,
+    loop: BackgroundLoop,
+    console: RunConsole,
+    *,
+    model: str = POLICY,
 ) -> Evaluation:
     rewards = make_rewards(config)
     try:
         rewards.load()
         chat = make_chat(config)
         sampler = make_sampler(config, engine=engine, chat=chat)
-        evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat, model=model)
+        evaluator = Evaluator(config, data, sampler=sampler, rewards=rewards, loop=loop, chat=chat, model=model)
         with console.progress("evaluation", evaluator.num_rollouts) as lines:
             return evaluator.evaluate(lines.rollout, lines.stage)
     finally:

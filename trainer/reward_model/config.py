@@ -13,7 +13,7 @@ from lockstep.trainer.checks.names import run_name_problems
 from lockstep.trainer.checks.tracking import package_problems
 from lockstep.trainer.config.groups.optimizer_settings import SMALL_MODEL_LR, OptimizerConfig
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
-from lockstep.trainer.data.datasets import is_file
+from lockstep.trainer.data.datasets import path_problem
 from lockstep.trainer.setting import setting
 
 
@@ -104,10 +104,10 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
         "normalization.queries_path": config.normalization.queries_path,
     }
     for name, path in paths.items():
-        if path is not None and is_file(path) and not Path(path).expanduser().is_file():
+        if path is not None and (problem := path_problem(path)):
             yield (
-                f"{name}={path} does not exist (looked in {Path.cwd()}); set {name}=<file or hub id>, or make the "
-                "synthetic task with `python scripts/make_preference_data.py`"
+                f"{name}={path} {problem}; set {name}=<file or hub id>, or make the synthetic task with `python "
+                "scripts/make_preference_data.py`"
             )
     model = config.model.path
     if model.startswith(("/", ".", "~", "models/")) and not (Path(model).expanduser() / "config.json").is_file():

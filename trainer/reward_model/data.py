@@ -12,14 +12,18 @@ prompt's tokens are the same for every response.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.rewards.model.tokenizing import chat_ids, text_ids
-from lockstep.rollout.errors import DataError
+from lockstep.rollout.errors import DataError, TemplateError
+from lockstep.trainer.data.datasets import json_or_text
+from lockstep.trainer.data.reader import Row, Rows, every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,30 +58,46 @@ class Lengths:
 
 
 def read_comparisons(
-    rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerFast, lengths: Lengths
+    rows: Rows | Iterable[Row], tokenizer: PreTrainedTokenizerFast, lengths: Lengths, *, of: str = "comparisons"
 ) -> list[Comparison]:
-    """Read all rows in order. Raises `DataError` with the number of a row of another form."""
-    comparisons = []
-    for number, row in enumerate(rows):
-        try:
-            comparisons.append(_read(row, tokenizer, lengths))
-        except DataError as error:
-            raise DataError(f"row {number}: {error}") from error
-    return comparisons
+    """Read all rows in order. of: name of the data set. Raises `DataError` with the places of rows of another form."""
+    records = Rows.of(rows).records()
+    return [
+        found for _, found in every(((at, partial(_read, read, tokenizer, lengths)) for at, read in records), of=of)
+    ]
 
 
-def _read(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> Comparison:
+def _read(read: Callable[[], Row], tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> Comparison:
+    row = read()
     prompt = row.get("prompt") if row.get("prompt") is not None else row.get("query")
     if row.get("responses") is not None and row.get("best") is not None:
-        responses, best = list(row["responses"]), int(row["best"])
+        value, number = row["responses"], _number("best", row["best"])
+        responses = json_or_text(value) if isinstance(value, str) else value
+        if not isinstance(responses, list) or not number.is_integer():
+            raise DataError(f"found responses {value!r:.80} and best {number:g}; expected a list, and an index in it")
+        best = int(number)
     elif row.get("chosen") is not None and row.get("rejected") is not None:
         responses, best = [row["chosen"], row["rejected"]], 0
     else:
         raise DataError(
             f"found columns {', '.join(row)}; expected prompt, responses and best, or prompt, chosen and rejected"
         )
-    sequences = tuple(tuple(_encode(prompt, response, tokenizer, lengths)) for response in responses)
-    return Comparison(sequences=sequences, best=best, margin=float(row.get("margin") or 0.0))
+    try:
+        sequences = tuple(tuple(_encode(prompt, response, tokenizer, lengths)) for response in responses)
+    except TemplateError as error:
+        raise DataError(str(error)) from error
+    return Comparison(sequences=sequences, best=best, margin=_number("margin", row.get("margin") or 0.0))
+
+
+def _number(column: str, value: Any) -> float:
+    """Return a number, or that of a text, as in CSV."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"column {column} is {value!r:.80}, expected a number")
+    return number
 
 
 def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> list[int]:
@@ -117,4 +137,7 @@ def query_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, length
 def _messages(value: Any, role: str) -> Sequence[Mapping[str, Any]]:
     if value is None:
         return []
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
+    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise DataError(f"found {value!r:.80}, expected a text or a list of messages")
+    return messages

@@ -200,10 +200,12 @@ class RewardModelTraining:
     def _load(self, path: str, split: str, *, shuffled: bool) -> list[Comparison]:
         data = self._config.data
         lengths = Lengths(query=data.query_tokens, response=data.response_tokens, total=data.max_tokens)
-        rows = self._distributed.together(lambda: load_rows(path, split))
+        rows = self._distributed.together(lambda: load_rows(path, split, say=self._say))
         order = np.random.default_rng(self._config.seed).permutation(len(rows)) if shuffled else np.arange(len(rows))
         chosen = order[: data.max_comparisons].tolist()
-        return self._distributed.together(lambda: read_comparisons((rows[i] for i in chosen), self._tokenizer, lengths))
+        return self._distributed.together(
+            lambda: read_comparisons(rows.select(chosen), self._tokenizer, lengths, of=path)
+        )
 
     def _make_directory(self) -> Path:
         name = self._config.run_name or f"reward_model-{datetime.now():%Y%m%d-%H%M%S}"

@@ -20,7 +20,7 @@ from lockstep.trainer.collect.async_source import Producer
 from lockstep.trainer.collect.source import Collector, RolloutSource
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompt_filter import make_prompts
-from lockstep.trainer.data.prompts import Prompts
+from lockstep.trainer.data.prompts import Prompts, heldout_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.distributed.weight_average import WeightAverage
 from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
@@ -38,7 +38,7 @@ from lockstep.trainer.model.shape import ModelShape, planned_shape
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.run.library_logs import ThirdPartyLog
 from lockstep.trainer.score.reference import make_reference
-from lockstep.trainer.sft.cross_entropy import Demonstrations
+from lockstep.trainer.sft.cross_entropy import Demonstrations, tokenized
 from lockstep.trainer.sft.sft_trainer import HeldoutDemonstrations, SftTrainer
 from lockstep.trainer.step import Trainer
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
@@ -75,8 +75,6 @@ class Trained:
     module: nn.Module
     shape: ModelShape
     updater: Updater
-    chat: Chat
-    demonstrations: Demonstrations | None
 
 
 def assemble(
@@ -101,15 +99,17 @@ def _without_rollouts(
     libraries: ThirdPartyLog,
 ) -> Parts:
     distributed.together(lambda: refuse_unfit_teacher(config))
+    chat = make_chat(config)
+    demonstrations = Demonstrations.load(config, distributed, chat, say=console.say)
+    sets = config.heldout_sets() if config.evaluates else {}
+    loaded = tokenized(sets, config, distributed, chat, say=console.say)
     # Before the model, as the engines of `_with_rollouts`.
     teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs, policy=None, say=console.say)
-    trained = _load_trained(config, distributed, console, libraries, teacher)
-    assert trained.demonstrations is not None, "a run without rollouts trains on demonstrations"
+    trained = _load_trained(config, distributed, console, libraries, demonstrations, teacher)
+    assert demonstrations is not None, "a run without rollouts trains on demonstrations"
     heldout = None
-    if config.evaluates and config.heldout_sets():
-        heldout = HeldoutDemonstrations(
-            config, distributed=distributed, module=trained.module, chat=trained.chat, say=console.say
-        )
+    if sets:
+        heldout = HeldoutDemonstrations(config, distributed=distributed, module=trained.module, loaded=loaded)
 
     def evaluate(console: RunConsole) -> Evaluation | None:
         evaluation = None if heldout is None else heldout.evaluate()
@@ -121,12 +121,10 @@ def _without_rollouts(
         engines=Engines(loop=loop),
         shape=trained.shape,
         updater=trained.updater,
-        chat=trained.chat,
+        chat=chat,
         prompts=None,
-        demonstrations=trained.demonstrations,
-        trainer=SftTrainer(
-            config, distributed=distributed, updater=trained.updater, demonstrations=trained.demonstrations
-        ),
+        demonstrations=demonstrations,
+        trainer=SftTrainer(config, distributed=distributed, updater=trained.updater, demonstrations=demonstrations),
         evaluate=evaluate,
         teacher=teacher,
         averaged=None,
@@ -135,7 +133,12 @@ def _without_rollouts(
 
 
 def _load_trained(
-    config: Config, distributed: Distributed, console: RunConsole, libraries: ThirdPartyLog, teacher: Teacher | None
+    config: Config,
+    distributed: Distributed,
+    console: RunConsole,
+    libraries: ThirdPartyLog,
+    demonstrations: Demonstrations | None,
+    teacher: Teacher | None,
 ) -> Trained:
     """Load and prepare the model, with its components of the loss; a collective."""
     policy = load_policy(config)
@@ -146,8 +149,8 @@ def _load_trained(
     shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
     show_memory_plan(shape, config, distributed, console)
     show_scale(shape, config, console)
-    chat = make_chat(config)
-    demonstrations = Demonstrations.load(config, distributed, chat, say=console.say, teacher=teacher)
+    if demonstrations is not None:
+        demonstrations.take_teacher(teacher)
     updater = Updater(prepared, distributed, config, given=[demonstrations] if demonstrations else [])
     updater.scorer.budget.warn = console.warn
     if (sentence := untested(policy.causal_lm.config.get_text_config().model_type)) is not None:
@@ -156,7 +159,7 @@ def _load_trained(
     updater.scorer.refuse_leaks(policy, dtype=dtype, with_values=config.has_critic)
     if not policy.is_quantized:
         updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
-    return Trained(module=prepared, shape=shape, updater=updater, chat=chat, demonstrations=demonstrations)
+    return Trained(module=prepared, shape=shape, updater=updater)
 
 
 def _with_rollouts(
@@ -168,20 +171,26 @@ def _with_rollouts(
     libraries: ThirdPartyLog,
 ) -> Parts:
     refuse_dense(config)
-    # The engine starts first: it forks workers, which must not inherit threads of a model that computes.
-    console.say(_announcement(config))
     distributed.together(lambda: refuse_unfit_teacher(config))
+    # All data before the engine: a row that cannot be used ends the run in seconds.
+    chat = make_chat(config)
+    demonstrations = Demonstrations.load(config, distributed, chat, say=console.say)
+    prompts = make_prompts(config, distributed, loop, chat, say=console.say)
+    heldout = distributed.together(
+        lambda: heldout_data(config, say=console.say) if distributed.is_main and config.evaluates else {}
+    )
+    # Then the engine: it forks workers, which must not inherit threads of a model that computes.
+    console.say(_announcement(config))
     engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
     teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs, policy=engines.pool, say=console.say)
-    trained = _load_trained(config, distributed, console, libraries, teacher)
-    updater, chat = trained.updater, trained.chat
+    trained = _load_trained(config, distributed, console, libraries, demonstrations, teacher)
+    updater = trained.updater
     rewards = make_rewards(config)
     distributed.together(lambda: _load_reward_models(rewards, engines, distributed))
-    prompts = make_prompts(config, distributed, loop, chat, say=console.say)
     sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
     evaluator = distributed.together(
         lambda: (
-            Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
+            Evaluator(config, heldout, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
             if sampler and config.evaluates
             else None
         )
@@ -257,7 +266,7 @@ def _with_rollouts(
         updater=updater,
         chat=chat,
         prompts=prompts,
-        demonstrations=trained.demonstrations,
+        demonstrations=demonstrations,
         trainer=trainer,
         evaluate=evaluate,
         teacher=teacher,

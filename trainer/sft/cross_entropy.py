@@ -113,24 +113,25 @@ class Demonstrations:
         chat: Chat,
         *,
         say: Callable[[str], None],
-        teacher: Teacher | None = None,
     ) -> Demonstrations | None:
         """Load and tokenize the configured demonstrations; a collective. None if there are none.
 
-        teacher: of a run that trains a divergence from it. Raises `DataError` on all ranks for rows that cannot be
-        trained, or are too long for a teacher.
+        Raises `DataError` on all ranks for rows that cannot be trained, or are too long for a teacher.
         """
         found = config.demonstration_sets()
         if not found:
             return None
         sets = tokenized(found, config, distributed, chat, say=say)
         distributed.together(lambda: refuse_long(sets or (), config))
-        if config.demonstrations.teacher_divergence == "off":
+        if config.demonstrations.teacher_divergence == "off" or config.teacher.source != "saved":
             return cls(config, distributed, sets)
-        if config.teacher.source == "saved":
-            saved = distributed.together(lambda: SavedTeacher.open(config, distributed, sets, say=say))
-            return cls(config, distributed, sets, teacher=saved)
-        return cls(config, distributed, sets, teacher=teacher)
+        saved = distributed.together(lambda: SavedTeacher.open(config, distributed, sets, say=say))
+        return cls(config, distributed, sets, teacher=saved)
+
+    def take_teacher(self, teacher: Teacher | None) -> None:
+        """Let the run's teacher score the rows, if a divergence from it is trained."""
+        if self._config.demonstrations.teacher_divergence != "off" and self._teacher is None:
+            self._teacher = teacher
 
     @property
     def count(self) -> int:

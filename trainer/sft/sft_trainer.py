@@ -6,21 +6,21 @@ Takes the place of `Trainer` (trainer/step.py) in a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.demonstrations import Demonstration
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.evaluate.evaluator import Evaluation
 from lockstep.trainer.observe.metrics_log import BATCH
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.score.scorer import Scorer
-from lockstep.trainer.sft.cross_entropy import Demonstrations, batch_of, shared, tokenized
+from lockstep.trainer.sft.cross_entropy import Demonstrations, batch_of, shared
 from lockstep.trainer.stopwatch import Stopwatch
 from lockstep.trainer.update.updater import Updater
 
@@ -75,9 +75,14 @@ class HeldoutDemonstrations:
     """Cross-entropy of the trained model on held-out demonstrations."""
 
     def __init__(
-        self, config: Config, *, distributed: Distributed, module: nn.Module, chat: Chat, say: Callable[[str], None]
+        self,
+        config: Config,
+        *,
+        distributed: Distributed,
+        module: nn.Module,
+        loaded: Sequence[Sequence[Demonstration]] | None,
     ) -> None:
-        """Load and tokenize the held-out data; a collective."""
+        """A collective. loaded: `tokenized` held-out data."""
         self._distributed = distributed
         self._scorer = Scorer(
             module,
@@ -86,11 +91,9 @@ class HeldoutDemonstrations:
             token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
         )
-        sets = config.heldout_sets()
-        loaded = tokenized(sets, config, distributed, chat, say=say)
         self._batches: dict[str, StepBatch] = {
             name: shared(batch_of([] if loaded is None else loaded[number][: config.eval.prompts]), distributed)
-            for number, name in enumerate(sets)
+            for number, name in enumerate(config.heldout_sets())
         }
 
     def evaluate(self) -> Evaluation:

@@ -42,7 +42,7 @@ from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
 from lockstep.trainer.data.prompt_filter import make_prompts
-from lockstep.trainer.data.prompts import Row
+from lockstep.trainer.data.prompts import Row, heldout_data
 from lockstep.trainer.diagnosis.token_classes import TokenTexts
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.start import check_engine
@@ -84,6 +84,8 @@ def dry_run(config: Config) -> None:
         refuse_unfit_teacher(config)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
+        if config.has_rollouts and config.evaluates:
+            distributed.together(lambda: heldout_data(config, say=run_console.say))
         demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)
         if not config.has_rollouts and config.evaluates:
             tokenized(config.heldout_sets(), config, distributed, chat, say=run_console.say)

@@ -88,6 +88,9 @@ class OpenEnvironment:
         """True if the server has ended the episode."""
         self.tools: Tools = ()
 
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        return self._prompt.opening(example)
+
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
         """Open a session. The first user turn is the row's prompt, if it has one, and the first observation."""
         slots = _slots.setdefault(asyncio.get_running_loop(), {})
@@ -99,9 +102,7 @@ class OpenEnvironment:
         text = "" if self._has_tools else self._text(result)
         if self._has_tools:
             self.tools = _tools(await self._ask("step", {"type": "list_tools"}))
-        if self._prompt.find(example) is None:
-            example = {self._prompt.columns[0]: [{"role": "user", "content": ""}]}
-        *first, last = self._prompt.messages(example)
+        *first, last = self.read_row(example)
         content = "\n\n".join(filter(None, (last["content"], text)))
         return (*first, {**last, "content": content})
 

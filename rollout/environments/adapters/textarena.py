@@ -81,12 +81,20 @@ class TextArenaEnvironment:
         self._host: Host | None = None
         self._is_done = False
 
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        self._game(example)
+        return ()
+
+    def _game(self, example: Mapping[str, Any]) -> tuple[str, int]:
         env_id, seed = example.get("env_id") or self._env_id, example.get("seed")
         if not isinstance(env_id, str):
             raise DataError("textarena: no game; set environment.settings.env_id, or column env_id of the row")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise DataError(f"textarena: column seed holds {seed!r}, expected a whole number; try data.path=seeds:1000")
+        return env_id, seed
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        env_id, seed = self._game(example)
         self._host = host(self._python, PROGRAM)
         opening = {"env_id": env_id, "num_players": self._num_players, "seed": seed, "settings": self._settings}
         view = await self._until_own_turn(await self._ask("open", **opening))

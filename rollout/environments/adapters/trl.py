@@ -61,14 +61,21 @@ class TRLEnvironment(ToolEnvironment):
         self._timeout_s = tool_timeout_s
         self._instance: Any = None
 
-    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        self._factory(example)
+        return self._prompt.opening(example)
+
+    def _factory(self, example: Mapping[str, Any]) -> Factory:
         name = None if self._column is None else example.get(self._column)
-        if name not in self._factories:
+        if not isinstance(name, str | None) or name not in self._factories:
             raise DataError(
                 f"trl: column {self._column!r} says {name!r}, expected one of {', '.join(map(str, self._factories))}; "
                 "add it to environment.settings.factory"
             )
-        self._instance = await self._call(self._factories[name], "the factory")
+        return self._factories[name]
+
+    async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        self._instance = await self._call(self._factory(example), "the factory")
         methods = _methods(self._instance)
         if "reset" not in methods:
             raise ConfigError(
@@ -102,9 +109,7 @@ class TRLEnvironment(ToolEnvironment):
         return finished.value
 
     def _opening(self, example: Mapping[str, Any], observation: Any) -> Sequence[Message]:
-        if self._prompt.find(example) is None:  # the environment owns the prompt
-            example = {**example, self._prompt.columns[0]: [{"role": "user", "content": ""}]}
-        *first, last = self._prompt.messages(example)
+        *first, last = self.read_row(example)
         if observation is None:
             return (*first, last)
         if not isinstance(observation, str):

@@ -34,9 +34,12 @@ class TRLRollout(RunsItself):
             raise ConfigError("rollout_func is async, but TRL calls a plain function; write `def`, not `async def`")
         self._prompt = PromptReader(column=prompt_column)
 
+    def read_row(self, example: Mapping[str, Any]) -> tuple[Message, ...]:
+        return self._prompt.messages(example)
+
     def prompt(self, example: Mapping[str, Any]) -> tuple[Any, tuple[Message, ...]]:
         """Return the row's prompt as TRL passes it (a text stays a text), and as messages. Raises `DataError`."""
-        messages = self._prompt.messages(example)
+        messages = self.read_row(example)
         column = self._prompt.find(example)
         assert column is not None, "its messages were read"
         value = example[column]

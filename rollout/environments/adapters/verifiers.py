@@ -22,14 +22,15 @@ import importlib.util
 import json
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.rollout.environments.adapters.verifiers_tasks import MARGIN_S, VerifiersTasks
+from lockstep.rollout.environments.adapters.verifiers_tasks import MARGIN_S, VerifiersTasks, position
 from lockstep.rollout.environments.agent import AgentEnvironment
 from lockstep.rollout.environments.hosts.process import interpreter
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.records import Message
 from lockstep.rollout.system.background_loop import BackgroundLoop
 
 INPUT_COLUMNS = ("answer", "info", "task", "example_id")
@@ -65,6 +66,12 @@ class VerifiersEnvironment(AgentEnvironment):
         _check_installed(env_id)
         self._environment = _load(env_id, json.dumps(dict(args or {}), sort_keys=True))
         super().__init__(self._play, timeout_s=timeout_s, max_concurrent=max_concurrent)
+
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        if self._environment is not None:
+            return PromptReader().messages(example)
+        position(example)
+        return ()
 
     def _play(self, base_url: str, api_key: str, example: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run one rollout as an agent: block this thread while the package works in its own loop."""

@@ -65,6 +65,9 @@ class McpEnvironment:
     def tools(self) -> Tools:
         return () if self._toolbox is None else self._toolbox.schemas
 
+    def read_row(self, example: Mapping[str, Any]) -> Sequence[Message]:
+        return self._prompt.messages(example)
+
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
         """Return the row's prompt. Raises `ConfigError` if a server cannot be used, or two have a tool of one name."""
         listed = await asyncio.gather(*(server.schemas() for server in self._servers))
@@ -81,7 +84,7 @@ class McpEnvironment:
             for schema in schemas
         ]
         self._toolbox = self._make_toolbox(ready=ready)
-        return self._prompt.messages(example)
+        return self.read_row(example)
 
     async def step(self, message: Message) -> Step:
         assert self._toolbox is not None, "reset comes first"

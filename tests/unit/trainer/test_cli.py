@@ -82,6 +82,9 @@ def test_every_config_file_composes_and_validates(
     monkeypatch.setenv("WANDB_API_KEY", "k")  # as after `wandb login`
     columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers", "reasoning_gym")
     row = dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}
+    row |= {"env_id": "GuessTheNumber-v0", "seed": 1, "links": [{"key": "a", "value": "b"}]}
+    if path.name == "tool_calls":
+        row |= {"answer": "[]", "answers": "[]"}
     rows = tmp_path / "all.jsonl"
     rows.write_text(json.dumps(row | CONVERSATION if path.name == "sft" else row) + "\n")
     own = [f"data.path={rows}", f"data.heldout_path={rows}"]  # the second for experiments with evaluation

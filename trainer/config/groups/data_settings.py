@@ -34,7 +34,7 @@ class DataSetConfig:
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str | None = setting(None, "split of a hub data set; null: data.split, in eval.sets data.heldout_split")
     parameters: dict[str, Any] | None = setting(None, "see data.parameters; null: the same")
-    columns: dict[str, str] | None = setting(None, "see data.columns; null: the same")
+    columns: dict[str, str | None] | None = setting(None, "see data.columns; null: the same")
     system_prompt: str | None = setting(None, "see data.system_prompt; null: the same")
     environment: str | None = setting(None, "environment of all its rows, with environment.name=mixed")
     weight: float = setting(1.0, "data.sources: share of the prompts, relative to the other sources", above=0)
@@ -94,8 +94,10 @@ class DataConfig:
         {},
         "of reasoning_gym:<task>: settings of the task; size (1000): questions, one in eight held out; seed (0)",
     )
-    columns: dict[str, str] = setting(
-        {}, "renamed columns, {prompt: question, answer: solution}; `a.b` is column b inside of column a"
+    columns: dict[str, str | None] = setting(
+        {},
+        "renamed columns, {prompt: question, answer: solution}; `a.b` is column b inside of column a; null leaves a "
+        "column out",
     )
     system_prompt: str | None = setting(None, "system message for prompts without one; null: none")
     sources: dict[str, Any] = setting({}, "data sets by name, mixed by weight, in place of data.path (docs/data.md)")
@@ -132,7 +134,7 @@ class DemonstrationsConfig:
     )
     subset: str | None = setting(None, "configuration of a hub data set that has several", when=MIXED)
     split: str = setting("train", "split of a hub data set", when=MIXED)
-    columns: dict[str, str] = setting({}, "renamed columns, {messages: conversations}", when=MIXED)
+    columns: dict[str, str | None] = setting({}, "renamed columns, {messages: conversations}", when=MIXED)
     rows_per_update: int = setting(16, "conversations per optimizer update, over all ranks", low=1, when=DEMONSTRATED)
     max_tokens: int | None = setting(
         None, "conversations with a longer row are left out, with a report [tokens]", low=2, when=DEMONSTRATED

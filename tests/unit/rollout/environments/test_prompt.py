@@ -34,7 +34,7 @@ def test_empty_keys_that_columnar_files_add_are_left_out():
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"text": "q"}, "found text"),
+        ({"text": "q"}, "it has text"),
         ({"messages": []}, "list of messages"),
         ({"prompt": 7}, "list of messages"),
         ({"messages": [{"from": "human", "value": "q"}]}, "role and content"),

@@ -64,10 +64,10 @@ def test_columns_are_renamed_and_long_conversations_left_out(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"messages": "hello"}, "row 1 has no list of objects in column 'messages' .found str"),
-        ({"text": "x"}, "row 1 has no list of objects in column 'messages' .found NoneType"),
-        ({"messages": [USER]}, "row 1 cannot be trained: there is no assistant turn"),
-        ({"messages": [USER, {"role": "assistant", "content": "x", "weight": 0}]}, "row 1 has no turn to train"),
+        ({"messages": "hello"}, "line 2: it has no list of objects in column 'messages' .found str"),
+        ({"text": "x"}, "line 2: it has no list of objects in column 'messages' .found NoneType"),
+        ({"messages": [USER]}, "line 2: it cannot be trained: there is no assistant turn"),
+        ({"messages": [USER, {"role": "assistant", "content": "x", "weight": 0}]}, "line 2: it has no turn to train"),
     ],
 )
 def test_a_row_that_cannot_be_trained_is_named(row: dict[str, Any], sentence: str, tmp_path: Path) -> None:

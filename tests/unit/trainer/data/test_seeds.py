@@ -6,12 +6,12 @@ import pytest
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.data.datasets import load_rows
-from lockstep.trainer.data.seeds import seeds
+from lockstep.trainer.data.split import seeds
 
 
 def test_each_split_has_seeds_of_its_own() -> None:
     rows = load_rows("seeds:5", "train")
-    assert rows[:] == {"seed": [0, 1, 2, 3, 4]}
+    assert list(rows) == [{"seed": seed} for seed in range(5)]
     assert not set(seeds("seeds:1000", "train")) & set(seeds("seeds:1000", "test"))
 
 

@@ -17,6 +17,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.checks.data import evaluation_problems
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import heldout_data
 from lockstep.trainer.evaluate.evaluator import Evaluator, comparable_settings
 from tests.unit.rewards.test_shaping import rollout
 
@@ -49,7 +50,14 @@ def steps(directory: Path, *sets: str, said: list[str] | None = None) -> list[in
     rewards = RewardSet([Reward(name="half", function=lambda found: 0.5)])
     chat: Any = SimpleNamespace(stop_token_ids=())
     with BackgroundLoop() as loop:
-        evaluator = Evaluator(config, sampler=sampler, rewards=rewards, loop=loop, chat=chat)  # type: ignore[arg-type]
+        evaluator = Evaluator(
+            config,
+            heldout_data(config),
+            sampler=sampler,  # type: ignore[arg-type]
+            rewards=rewards,
+            loop=loop,
+            chat=chat,
+        )
         notes.append(f"{evaluator.num_rollouts} rollouts")
         evaluator.evaluate(lambda rollout: notes.append("arrived"), notes.append)
     return sampler.steps

@@ -11,6 +11,7 @@ from lockstep.rewards.shaping import Shaping
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.prompts import heldout_data
 from lockstep.trainer.evaluate.evaluator import Evaluator
 from tests.unit.rewards.test_shaping import rollout
 
@@ -29,6 +30,7 @@ def test_an_evaluation_that_shares_the_rewards_of_a_run_is_not_shaped(tmp_path: 
     with BackgroundLoop() as loop:
         evaluator = Evaluator(
             config,
+            heldout_data(config),
             sampler=FakeSampler(),  # type: ignore[arg-type]
             rewards=rewards,
             loop=loop,

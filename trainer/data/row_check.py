@@ -1,0 +1,64 @@
+"""Check of a data row by what will read it: the environment, the chat messages, and built-in rewards with a reference.
+
+Not covered: rewards of user files, and environments without `read_row`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep.rewards.functions.built_in import FUNCTIONS, ISOLATED
+from lockstep.rewards.functions.reasoning_gym import COLUMN
+from lockstep.rollout.chat.messages import normalize_messages
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.mixed import environment_of
+from lockstep.rollout.environments.prompt import is_empty
+from lockstep.rollout.episode.environment import messages_of_row
+from lockstep.rollout.errors import DataError, TemplateError
+from lockstep.rollout.records import Rollout
+from lockstep.trainer.config.schema import Config
+
+WITH_FIXED_COLUMN = {"demo_answer": "answer", COLUMN: COLUMN}
+"""Columns of built-in rewards that have no setting for theirs."""
+
+
+class RowCheck:
+    """Check of the rows of a run. One environment reads all of them, and plays none."""
+
+    def __init__(self, config: Config) -> None:
+        self._environment = make_environment(config.environment.name, **config.environment.settings)
+        named = {name: dict(config.reward.settings.get(name) or {}) for name in config.reward.functions}
+        self._rewards = [(name, column, own) for name, own in named.items() if (column := _column(name, own))]
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        """Raise `DataError` for a row that cannot be used."""
+        if problems := "; ".join(self.problems(row)):
+            raise DataError(problems)
+
+    def problems(self, row: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a sentence if the environment cannot use the row, and one per reward that cannot."""
+        try:
+            normalize_messages(messages_of_row(environment_of(self._environment, row), row))
+        except (DataError, TemplateError) as error:
+            yield str(error)
+        for name, column, settings in self._rewards:
+            if is_empty(row.get(column)):
+                there = ", ".join(key for key, value in row.items() if not is_empty(value))
+                other = "" if name in WITH_FIXED_COLUMN else f", or reward.settings.{name}.column=<column>"
+                yield (
+                    f"the reward {name} needs column {column!r}, the row has {there or 'none'}; set "
+                    f"'data.columns={{{column}: <column>}}'{other}"
+                )
+            elif name not in ISOLATED:
+                try:
+                    FUNCTIONS[name](Rollout(rollout_id=0, group_id=0, calls=(), example=row), **settings)
+                except DataError as error:  # a reference that it cannot read
+                    yield str(error)
+
+
+def _column(reward: str, settings: Mapping[str, Any]) -> str | None:
+    """Return the column that a built-in reward reads; None for other rewards."""
+    parameter = inspect.signature(FUNCTIONS[reward]).parameters.get("column") if reward in FUNCTIONS else None
+    return WITH_FIXED_COLUMN.get(reward) if parameter is None else settings.get("column", parameter.default)
