@@ -136,7 +136,8 @@ def test_our_environments_pass(
         yield engine
 
     found = list(findings(config, Options(rows=5, samples=2, **options), Journal(), open_engine=shared))
-    assert [one for one in found if one.verdict is Verdict.FAILS] == []
+    exploits = {"reward of several answers"} if reward == "contains" else set()  # it looks anywhere in the answer
+    assert {one.check for one in found if one.verdict is Verdict.FAILS} == exploits
     by_check: dict[str, Finding] = {one.check: one for one in found}
     assert by_check["trained tokens are the sampled tokens"].measured.startswith("match 1.000")
     assert by_check["same seed, same episode"].measured == "10 of 10 episodes are the same twice"

@@ -56,20 +56,12 @@ def _leak(subject: Subject, earned: Earned, column: str) -> Finding:
         return Finding(check=LEAK, verdict=Verdict.NOTE, measured="the prompt is the reference")
     prompts = [prompt_text(subject, rollout) for rollout in earned.rollouts["empty answer"]]
     answers = [text_of(row.get(column)) for row in subject.rows]
-    own = [row for row, (text, answer) in enumerate(zip(prompts, answers, strict=True)) if _holds(text, answer)]
-    pairs = [
-        _holds(text, answer)
-        for row, text in enumerate(prompts)
-        for other, answer in enumerate(answers)
-        if answer != answers[row] and other != row
-    ]
-    chance = sum(pairs) / len(pairs) if pairs else 0.0
-    share = len(own) / len(prompts)
+    own, chance = rows_that_hold(prompts, answers)
     measured = f"{len(own)} of {len(prompts)} rows, by chance {chance:.0%}"
     if not own:
         return Finding(check=LEAK, measured=measured)
     shown = ", ".join(f"row {row} holds {answers[row]:.40}" for row in own[:MAX_SHOWN])
-    if len(own) >= min(2, len(prompts)) and share > max(0.25, 2 * chance):
+    if is_beyond(own, chance, len(prompts)):
         sentence = (
             f"the prompt, as the model reads it, has the value of column {column!r} in {len(own)} of {len(prompts)} "
             f"rows ({shown}; other rows' values: {chance:.0%}), so the model can copy it. Take it out; if the task is "
@@ -80,7 +72,19 @@ def _leak(subject: Subject, earned: Earned, column: str) -> Finding:
     return Finding(check=LEAK, verdict=Verdict.NOTE, sentence=sentence, measured=measured)
 
 
-def _holds(text: str, answer: str) -> bool:
+def rows_that_hold(texts: Sequence[str], answers: Sequence[str]) -> tuple[list[int], float]:
+    """Return the rows whose text has the answer as a word, and the share of other rows' answers that texts have."""
+    own = [row for row, (text, answer) in enumerate(zip(texts, answers, strict=True)) if holds(text, answer)]
+    pairs = [holds(text, answer) for row, text in enumerate(texts) for answer in answers if answer != answers[row]]
+    return own, sum(pairs) / len(pairs) if pairs else 0.0
+
+
+def is_beyond(rows: Sequence[int], chance: float, number: int) -> bool:
+    """Return True if these rows, of all of them, are more than chance explains."""
+    return len(rows) >= min(2, number) and len(rows) / number > max(0.25, 2 * chance)
+
+
+def holds(text: str, answer: str) -> bool:
     answer = answer.strip()
     return bool(answer) and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
 

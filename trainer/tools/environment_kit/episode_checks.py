@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from lockstep.rollout.engine.protocol import Engine
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.records import Message, Rollout, RolloutStatus
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 from lockstep.trainer.tools.environment_kit.reward_probes import EPSILON, Earned
 from lockstep.trainer.tools.environment_kit.scripted_engine import RecordingEngine
-from lockstep.trainer.tools.environment_kit.subject import Subject, reward_of
+from lockstep.trainer.tools.environment_kit.subject import Answer, Subject, reward_of
 
 SAME_TEXTS = "same texts, same episode"
+AT_ONCE = "episodes at once, same episodes"
 SAME_SEED = "same seed, same episode"
 CONTEXT_CHARS = 40
+MAX_WAIT_S = 0.5
+"""Longest wait of an episode for the turns of others."""
 
 
 async def examine_again(subject: Subject, earned: Earned) -> AsyncIterator[Finding]:
@@ -30,6 +36,50 @@ async def examine_again(subject: Subject, earned: Earned) -> AsyncIterator[Findi
         player = earned.reference.play_of(row)
         again.append(await (subject.play(row, player) if probe == "reference" else subject.say(row, _said(rollout))))
     yield _same(SAME_TEXTS, before, await subject.score(again[::-1]), samples=1)
+    gate = Gate(len(before))
+    together = await asyncio.gather(*map(partial(_play_at, gate, subject, earned), range(len(before))))
+    remedy = "Keep what an episode knows in `self`, set by `reset`: not in the class, the module, or a default value."
+    yield _same(AT_ONCE, before, await subject.score(together), samples=1, how="at once with the others", remedy=remedy)
+
+
+@dataclass(slots=True)
+class Gate:
+    """Start of turns of several episodes: none begins its next turn before the others have reached theirs."""
+
+    number: int
+    """Episodes that go on."""
+    waiting: list[asyncio.Event] = field(default_factory=list)
+
+    async def arrive(self) -> None:
+        """Wait for the others, but not for long: an environment may let one episode wait for another."""
+        self.waiting.append(event := asyncio.Event())
+        self._open()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), MAX_WAIT_S)
+
+    def leave(self) -> None:
+        self.number -= 1
+        self._open()
+
+    def _open(self) -> None:
+        if len(self.waiting) >= self.number:
+            for event in self.waiting:
+                event.set()
+            self.waiting.clear()
+
+
+async def _play_at(gate: Gate, subject: Subject, earned: Earned, row: int) -> Rollout:
+    said = _said(earned.rollouts["echoed prompt"][row])
+    play = earned.reference.play_of(subject.rows[row])
+
+    async def player(messages: Sequence[Message]) -> Answer:
+        await gate.arrive()
+        return await play(messages) if earned.reference.is_known else said
+
+    try:
+        return await subject.play(subject.rows[row], player)
+    finally:
+        gate.leave()
 
 
 async def examine_episodes(subject: Subject, engine: Engine, earned: Earned) -> AsyncIterator[Finding]:
@@ -81,8 +131,17 @@ def difference(before: Rollout, after: Rollout) -> str:
     return ""
 
 
-def _same(check: str, before: Sequence[Rollout], after: Sequence[Rollout], *, samples: int) -> Finding:
-    """Compare two plays of rows in order. samples: episodes of each row."""
+def _same(
+    check: str,
+    before: Sequence[Rollout],
+    after: Sequence[Rollout],
+    *,
+    samples: int,
+    how: str = "again",
+    remedy: str = "Draw random numbers from a generator that the data row seeds, read no clock, and keep no state "
+    "outside the episode.",
+) -> Finding:
+    """Compare two plays of rows in order. samples: episodes of each row. how: the second ones were played."""
     played = enumerate(zip(before, after, strict=True))
     found = [(number // samples, text) for number, (old, new) in played if (text := difference(old, new))]
     measured = f"{len(before) - len(found)} of {len(before)} episodes are the same twice"
@@ -90,9 +149,8 @@ def _same(check: str, before: Sequence[Rollout], after: Sequence[Rollout], *, sa
         return Finding(check=check, measured=measured)
     row, text = found[0]
     sentence = (
-        f"played again with the same sampled tokens, {len(found)} of {len(before)} episodes differ. First in that of "
-        f"row {row}: {text}. Draw random numbers from a generator that the data row seeds, read no clock, "
-        "and keep no state outside the episode."
+        f"played {how} with the same sampled tokens, {len(found)} of {len(before)} episodes differ. First in that of "
+        f"row {row}: {text}. {remedy}"
     )
     return failure(check, sentence, measured)
 

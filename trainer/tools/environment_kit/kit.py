@@ -23,6 +23,7 @@ from lockstep.trainer.run.library_logs import quiet_third_parties
 from lockstep.trainer.tools.diagnose import open_engine
 from lockstep.trainer.tools.environment_kit.column_checks import examine_columns
 from lockstep.trainer.tools.environment_kit.episode_checks import examine_again, examine_episodes
+from lockstep.trainer.tools.environment_kit.exploit_checks import examine_exploits
 from lockstep.trainer.tools.environment_kit.journal import Journal
 from lockstep.trainer.tools.environment_kit.reference_answer import find_reference
 from lockstep.trainer.tools.environment_kit.reward_probes import examine_probes, play_probes
@@ -88,6 +89,7 @@ def _examine(subject: Subject, open_engine: OpenEngine) -> Iterator[Finding]:
         yield from _all(loop, examine_columns(subject, earned, is_scored=is_scored))
         if is_scored:
             yield from _all(loop, examine_probes(earned))
+            yield from _all(loop, examine_exploits(subject, earned))
         else:
             sentence = (
                 "a scripted answer is a group of its own, to which the rewards do not apply, so none was tried; "
@@ -126,10 +128,9 @@ def _contract(subject: Subject) -> Finding:
     if faults:
         first = faults[0]
         after = f" after {first.after}" if first.after else ""
-        sentence = (
-            f"{first.place} {first.text}{after} ({len(faults)} such calls). In training an exception there ends the "
-            "run: answer what the model does wrong with a message."
-        )
+        sentence = f"{first.place} {first.text}{after} ({len(faults)} such calls)."
+        if first.kind is not FaultKind.CHANGED_ROW:
+            sentence += " In training this costs the episode: answer what the model does wrong with a message."
         return failure(check, sentence, measured)
     if failed and not subject.watch.faults:
         return failure(check, f"{len(failed)} episodes failed, the first with: {failed[0].error}.", measured)

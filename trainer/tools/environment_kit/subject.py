@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lockstep.rewards.composition import DOES_NOT_APPLY, RewardSet
+from lockstep.rewards.composition import RewardSet
 from lockstep.rewards.outcomes import Outcome
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of
-from lockstep.rollout.records import Message, Rollout, RolloutStatus
+from lockstep.rollout.records import Cause, Message, Rollout, RolloutStatus
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.trainer.build import make_gateway_settings, make_sampling
@@ -194,7 +194,7 @@ class Subject:
         sizes = Counter(rollout.group_id for rollout in rollouts)
         for before, after in zip(rollouts, scored, strict=True):
             is_alone = self.rewards.compares_groups and sizes[after.group_id] == 1
-            if is_alone and after.error == DOES_NOT_APPLY:
+            if is_alone and after.cause is Cause.UNSCORED:
                 continue
             if after.status is RolloutStatus.FAILED and before.status is not RolloutStatus.FAILED:
                 sentence = str(after.error)

@@ -7,6 +7,7 @@ Not covered: a call that blocks the event loop or ends the process; the journal 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,11 +40,12 @@ class FaultKind(StrEnum):
     RAISED = "raised"
     HUNG = "hung"
     WRONG_TYPE = "wrong type"
+    CHANGED_ROW = "changed row"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A call of the environment without a usable result."""
+    """A call of the environment without a usable result, or that changed its data row."""
 
     place: str
     """Class and method."""
@@ -88,9 +90,12 @@ class Watched:
         """The conversation so far."""
         self._watch = watch
         self._failure: EvidenceError | None = None
+        self._row: Mapping[str, Any] = {}
+        self._row_before: Mapping[str, Any] = {}
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
         """Return the first messages, or a placeholder after a fault, which the next step then raises."""
+        self._row, self._row_before = example, copy.deepcopy(example)
         try:
             opening = await self._call("reset", lambda: self.inner.reset(example), opening_problem)
             self.tools = await self._call("tools", self._tools, tools_problem)
@@ -153,6 +158,13 @@ class Watched:
             raise self._fault(place, FaultKind.RAISED, text, after) from error
         finally:
             watch.seconds[place].append(time.perf_counter() - started)
+        if self._row != self._row_before:
+            changed = [
+                name for name in {**self._row, **self._row_before} if self._row.get(name) != self._row_before.get(name)
+            ]
+            self._row = self._row_before  # once is enough
+            text = f"changed column {changed[0]!r} of the data row, which other episodes read; work on a copy"
+            self._watch.faults.append(Fault(place=place, kind=FaultKind.CHANGED_ROW, text=text, after=after))
         if problem := problem_of(value):
             raise self._fault(place, FaultKind.WRONG_TYPE, problem, after)
         return value

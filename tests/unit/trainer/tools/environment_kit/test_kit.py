@@ -280,7 +280,7 @@ class TestPlantedFaults:
             "    return float(rollout.messages[-1]['content'].split().count(rollout.example['answer']))\n"
         )
         found = examined(source, reward="often")
-        assert failed(found) == {"reward of a repeated answer"}
+        assert failed(found) == {"reward of a repeated answer", "reward of several answers"}
         assert "earns 64, the answer once 1" in found["reward of a repeated answer"].sentence
 
     def test_a_reward_that_reads_the_wrong_column(self, examined):
@@ -337,7 +337,7 @@ class TestFaultsOfUserCode:
         [
             ("return 'good'", "reward bad: wrong_type: returned str 'good'"),
             ("return float('nan')", "reward bad: non_finite: returned nan"),
-            ("raise ValueError('no')", "reward bad: exception: ValueError: no"),
+            ("raise ValueError('no')", "reward bad: exception: ValueError in line 19 of "),
             ("import time; time.sleep(1000)", "reward bad: timeout: "),
         ],
     )
@@ -345,3 +345,153 @@ class TestFaultsOfUserCode:
         found = examined(RIGHT + f"def bad(rollout):\n    {body}\n", reward="bad", deadline_s=0.2)
         assert found["reward functions answer"].verdict is Verdict.FAILS
         assert sentence in found["reward functions answer"].sentence
+
+
+SHARED = """
+from lockstep.rollout.episode.environment import Step
+
+
+class Shared:
+    tools = ()
+    row = {}
+
+    async def reset(self, example):
+        Shared.row = example
+        return [{"role": "user", "content": example["question"]}]
+
+    async def step(self, message):
+        is_right = message["content"] == Shared.row["answer"]
+        return Step(done=True, outcome={"environment_reward": float(is_right)})
+
+
+class Turns(Shared):
+    def __init__(self, seen=[]):
+        self.seen = seen
+
+    async def reset(self, example):
+        self.seen.clear()
+        self.answer = example["answer"]
+        return [{"role": "user", "content": example["question"]}]
+
+    async def step(self, message):
+        self.seen.append(message["content"])
+        if len(self.seen) < 2:
+            return Step(messages=({"role": "user", "content": "again"},))
+        is_right = self.seen == [self.answer] * 2
+        return Step(done=True, outcome={"environment_reward": float(is_right)})
+"""
+TELLS = """
+from lockstep.rollout.episode.environment import Step
+
+
+class Tells:
+    tools = ()
+
+    async def reset(self, example):
+        self.answer, self.left = example["answer"], 2
+        return [{"role": "user", "content": example["question"]}]
+
+    async def step(self, message):
+        self.left -= 1
+        if message["content"] == self.answer or not self.left:
+            return Step(done=True)
+        return Step(messages=({"role": "user", "content": f"No, it is {self.answer}. Again!"},))
+"""
+CALLED = """
+import json
+from lockstep.rollout.episode.environment import Step
+
+
+class Called:
+    tools = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
+        "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}},)
+
+    async def reset(self, example):
+        return [{"role": "user", "content": example["question"]}]
+
+    async def step(self, message):
+        calls = message.get("tool_calls") or ()
+        if not calls:
+            return Step(done=True)
+        arguments = calls[0]["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return Step(messages=({"role": "tool", "name": "look", "content": arguments["place"]},))
+"""
+
+
+def reward(body: str) -> str:
+    """Return the environment without a fault, with a reward function `paid` that returns an expression."""
+    return (
+        f"{RIGHT}\nimport re\ndef paid(rollout):\n"
+        "    said, answer = rollout.answer, rollout.example['answer']\n"
+        f"    return float({body})\n"
+    )
+
+
+class TestPlantedExploits:
+    @pytest.mark.parametrize("environment", ["Shared", "Turns"])
+    def test_state_that_episodes_share(self, examined, environment):
+        found = examined(SHARED, environment, reward="environment_reward")
+        assert "episodes at once, same episodes" in failed(found)
+        assert "same texts, same episode" not in failed(found)
+        sentence = found["episodes at once, same episodes"].sentence
+        assert "played at once with the others" in sentence
+        assert "Keep what an episode knows in `self`" in sentence
+
+    def test_an_environment_that_tells_the_answer(self, examined):
+        found = examined(TELLS, "Tells")
+        assert failed(found) == {"answer told after a wrong one"}
+        sentence = found["answer told after a wrong one"].sentence
+        assert "the environment says the value of column 'answer', first in row 0: No, it is " in sentence
+        assert "Repeating it earns 1" in sentence
+
+    def test_an_answer_that_is_told_at_the_end_is_a_note(self, examined):
+        source = TELLS.replace("not self.left:", "self.left < 0:") + (
+            "def first(rollout):\n    return float(rollout.sampled_turns[0]['content'] == rollout.example['answer'])\n"
+        )
+        found = examined(source, "Tells", reward="first")
+        assert failed(found) == set()
+        assert found["answer told after a wrong one"].verdict is Verdict.NOTE
+
+    @pytest.mark.parametrize(
+        ("body", "checks"),
+        [
+            ("answer in said", {"reward of several answers", "reward of a near miss", "reward of a repeated answer"}),
+            ("re.search(rf'\\b{answer}\\b', said) is not None", {"reward of several answers"}),
+            ("answer in said.split()", {"reward of several answers"}),
+            ("said.startswith(answer)", {"reward of a near miss"}),
+            ("said.endswith(answer)", {"reward of a near miss"}),
+            ("said.isdigit() and abs(int(said) - int(answer)) < 5", {"reward of a near miss"}),
+            ("said.isdigit()", {"reward of a near miss", "reward reads the reference"}),
+            ("(said.split()[-1:] == [answer]) * min(1.0, 0.5 + len(said) / 100)", {"reward of a padded answer"}),
+        ],
+    )
+    def test_a_reward_that_pays_for_less_than_the_answer(self, examined, body, checks):
+        found = examined(reward(body), reward="paid")
+        assert failed(found) - {"reward of a repeated answer"} == checks - {"reward of a repeated answer"}
+
+    def test_the_built_in_that_looks_anywhere_is_named(self, examined):
+        assert failed(examined(reward="contains")) == {"reward of several answers"}
+
+    def test_a_reward_that_counts_what_the_environment_says(self, examined):
+        source = TELLS + (
+            "def anyone(rollout):\n"
+            "    return float(any(rollout.example['answer'] == word.strip('.!') for turn in rollout.messages[1:]\n"
+            "                     for word in str(turn['content']).split()))\n"
+        )
+        assert {"reward of a near miss", "answer told after a wrong one"} <= failed(
+            examined(source, "Tells", reward="anyone")
+        )
+
+    def test_an_environment_that_changes_its_row(self, examined):
+        source = RIGHT.replace("return [{", "example['level'] += '!'\n        return [{")
+        found = examined(source)
+        assert "environment keeps its contract" in failed(found)
+        assert (
+            "Question.reset changed column 'level' of the data row" in found["environment keeps its contract"].sentence
+        )
+
+    def test_an_environment_that_fails_on_a_call_without_its_argument(self, examined):
+        found = examined(CALLED, "Called")
+        assert failed(found) == {"tool look", "environment keeps its contract"}
+        assert "Called.step raised KeyError: 'place'" in found["tool look"].sentence
