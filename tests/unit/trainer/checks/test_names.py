@@ -64,7 +64,11 @@ def test_a_missing_reward_function_is_found_by_the_checks_with_those_of_the_file
 
 @pytest.mark.parametrize(
     ("parameters", "says"),
-    [("queries, prompts, labels", "that of OpenRLHF"), ("completion, answer", "that of verifiers"), ("text", "none of a")],
+    [
+        ("queries, prompts, labels", "that of OpenRLHF"),
+        ("completion, answer", "that of verifiers"),
+        ("text", "none of a"),
+    ],
 )
 def test_a_signature_of_another_trainer_is_found_before_the_file_is_run(parameters: str, says: str, tmp_path: Path):
     (tmp_path / "own.py").write_text(f"def theirs({parameters}): ...\nraise RuntimeError('it is not run')\n")
