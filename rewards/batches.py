@@ -1,22 +1,30 @@
-"""Reward functions that see several rollouts in one call: those of a group, or all that are scored together."""
+"""Calls of reward functions: what they see of the rollouts (one, a group, all), and what they return as numbers."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import inspect
+import sys
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from itertools import islice
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from lockstep.rewards.outcomes import Verdict
 from lockstep.rollout.records import Rollout
+from lockstep.rollout.system.deadline import is_async
 
 GROUP_PARAMETER = "rollouts"
 """Name of the first parameter that makes a function group-wise."""
+MAX_REWARDS = 2**20
+"""Items that are read of what a function returns: a generator may never end."""
 
 
 class Scope(StrEnum):
@@ -54,17 +62,66 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReward:
-    """A reward function that scores several rollouts in one call, and how its arguments are made."""
+    """A reward function as it is called: with some of the rollouts, for which it returns a list of rewards."""
 
     function: Callable[..., Any]
     arguments: Callable[[Sequence[Rollout]], Mapping[str, Any]]
+    """Returns its keyword arguments."""
     scope: Scope = Scope.BATCH
     load: Callable[[], None] = lambda: None
     """Loads what the function needs (a model) before its first call, outside its deadline."""
 
+    def calling(self, rollouts: Sequence[Rollout]) -> Callable[[], Any]:
+        """Return the call on rollouts, async if the function is. It returns plain numbers where it can.
 
-def scope_of(function: Callable[..., Any] | BatchReward) -> Scope:
-    return function.scope if isinstance(function, BatchReward) else Scope.ROLLOUT
+        Arguments are made and numbers converted within the call, so that whatever they raise is an error of it.
+        """
+
+        def call() -> Any:
+            return plain(self.function(**self.arguments(rollouts)))
+
+        async def call_async() -> Any:
+            return plain(await self.function(**self.arguments(rollouts)))
+
+        return call_async if is_async(self.function) else call
+
+
+def each(
+    function: Callable[..., Any],
+    arguments: Callable[[Rollout], Mapping[str, Any]] | None = None,
+    read: Callable[[Any], Any] = lambda value: value,
+) -> BatchReward:
+    """Adapt a function of one rollout. arguments: keywords in place of the rollout. read: of what it returns."""
+
+    def result(rollout: Rollout) -> Any:
+        return function(rollout) if arguments is None else function(**arguments(rollout))
+
+    def score(rollout: Rollout) -> list[Any]:
+        return [read(plain(result(rollout)))]
+
+    async def score_async(rollout: Rollout) -> list[Any]:
+        return [read(plain(await result(rollout)))]
+
+    return BatchReward(
+        function=score_async if is_async(function) else score,
+        arguments=lambda rollouts: {"rollout": private_copy(rollouts[0])},
+        scope=Scope.ROLLOUT,
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return numbers in arrays, tensors and other classes as those of Python, also in lists; other values unchanged.
+
+    Awaits the coroutine that a plain function returns, as one that wraps an async function does.
+    """
+    if inspect.iscoroutine(value):
+        value = asyncio.run(value)
+    torch = sys.modules.get("torch")  # a function that returns tensors has imported it
+    if isinstance(value, np.ndarray | np.generic) or (torch is not None and isinstance(value, torch.Tensor)):
+        value = value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Set):
+        return [plain(item) for item in islice(value, MAX_REWARDS)]
+    return float(value) if isinstance(value, Real) and type(value) not in (bool, int, float) else value
 
 
 def is_group_wise(function: Callable[..., Any]) -> bool:

@@ -7,7 +7,6 @@ Others run in this process, with a deadline that frees the run and does not end 
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.rewards.batches import BatchReward, Scope, private_copy, scope_of
+from lockstep.rewards.batches import BatchReward, Scope, each
 from lockstep.rewards.functions.built_in import ISOLATED
-from lockstep.rewards.meter import Meter, measuring
-from lockstep.rewards.outcomes import ERRORS, Outcome, Verdict, judge_batch, judge_call
+from lockstep.rewards.meter import METRIC, Meter, measuring
+from lockstep.rewards.outcomes import ERRORS, MAX_REWARD, Outcome, Verdict, judge_batch
 from lockstep.rewards.resolve import resolve
 from lockstep.rewards.shaping import Shaping
 from lockstep.rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
@@ -30,7 +29,7 @@ from lockstep.rollout.system.user_functions import written_at
 OnError = Literal["drop", "raise"] | float
 """Action on an error: drop the rollout (status FAILED), end the run, or use this number as the value."""
 
-DOES_NOT_APPLY = "no reward function applies to this rollout"
+DOES_NOT_APPLY = "no reward function applies to this rollout: each returned None"
 """Error of a rollout for which all functions return None."""
 
 
@@ -110,15 +109,15 @@ class RewardSet:
         self._tolerance = tolerance or FaultTolerance()
         self._shaping = shaping or Shaping()
         self._tally = _Tally()
+        self.num_updates = 0
+        """Optimizer updates of the run, for functions that ask; 0: unknown."""
 
     @property
     def compares_groups(self) -> bool:
         """True if a function is group-wise."""
         functions = (reward.function for reward in self._rewards)
-        return any(
-            (function.scope if isinstance(function, IsolatedReward) else scope_of(function)) is Scope.GROUP
-            for function in functions
-        )
+        adapted = (function for function in functions if isinstance(function, BatchReward | IsolatedReward))
+        return any(function.scope is Scope.GROUP for function in adapted)
 
     def load(self) -> None:
         """Load the reward models among the functions. Only ranks that score need it."""
@@ -151,18 +150,18 @@ class RewardSet:
         alive = [index for index, rollout in enumerate(rollouts) if _is_scored(rollout)]
         batch = [rollouts[index] for index in alive]
         slots = asyncio.Semaphore(self._tolerance.concurrency)
-        meters = [Meter() for _ in self._rewards]
+        meters = [Meter(num_updates=self.num_updates) for _ in self._rewards]
         judging = zip(self._rewards, meters, strict=True)
         columns = await asyncio.gather(*(self._judge(reward, batch, slots, meter) for reward, meter in judging))
         tally = self._tally if in_metrics else _Tally()  # looked up late: metrics may be taken during the await
         for reward, verdicts, meter in zip(self._rewards, columns, meters, strict=True):
-            tally.meters[reward.name].merge(meter)
+            tally.meters[reward.name].merge(meter.sums, meter.counts)
             self._count(reward, batch, verdicts, tally)
         if not in_metrics:
             self.refuse_errors(tally)
         scored = list(rollouts)
         for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
-            scored[index] = self._combine(rollouts[index], verdicts)
+            scored[index] = self._combine(rollouts[index], verdicts, tally)
         return self._shaping.apply_to(scored) if is_shaped else scored
 
     def refuse_errors(self, tally: _Tally | None = None) -> None:
@@ -182,38 +181,33 @@ class RewardSet:
         metrics = {f"reward/{name}/mean": sum(found) / len(found) for name in names if (found := tally.values[name])}
         metrics |= {f"reward/errors/{outcome}": float(tally.errors[outcome]) for outcome in ERRORS}
         for name, meter in tally.meters.items():
-            metrics |= {f"judge/{name}/{measure}": float(value) for measure, value in meter.read().items()}
+            for measure, value in meter.read().items():
+                room = "reward" if measure.startswith(METRIC) else "judge"
+                metrics[f"{room}/{name}/{measure}"] = float(value)
         return metrics
 
     async def _judge(
         self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore, meter: Meter
     ) -> list[Verdict]:
-        with measuring(meter):
-            return await self._verdicts(reward, rollouts, slots) if rollouts else []
-
-    async def _verdicts(self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore) -> list[Verdict]:
-        function, by_turn = reward.function, self._shaping.turn_rewards
+        function, by_turn, timeout_s = reward.function, self._shaping.turn_rewards, self._tolerance.timeout_s
+        if not rollouts:
+            return []
         if isinstance(function, IsolatedReward):
-            return await function.judge(rollouts, timeout_s=self._tolerance.timeout_s, by_turn=by_turn)
-        if isinstance(function, BatchReward):
-            # Async group-wise functions make many requests at once, so the next group waits, outside its deadline.
-            lane = asyncio.Semaphore(1) if is_async(function.function) else slots
+            with measuring(meter):
+                return await function.judge(rollouts, timeout_s=timeout_s, by_turn=by_turn)
+        batch = function if isinstance(function, BatchReward) else each(function)
+        # Async group-wise functions make many requests at once, so the next group waits, outside its deadline.
+        lane = asyncio.Semaphore(1) if batch.scope is Scope.GROUP and is_async(batch.function) else slots
 
-            async def call(seen: Sequence[Rollout]) -> list[Verdict]:
-                finished = await self._call(lane, function.function, **function.arguments(seen))
-                return judge_batch(finished, [rollout.num_turns if by_turn else None for rollout in seen])
+        async def call(seen: Sequence[Rollout]) -> list[Verdict]:
+            async with lane:
+                with measuring(Meter(num_updates=self.num_updates)) as own:
+                    finished = await call_with_deadline(batch.calling(seen), timeout_s=timeout_s)
+            meter.merge(own.sums, own.counts)
+            num_turns = [rollout.num_turns if by_turn else None for rollout in seen]
+            return judge_batch(finished, num_turns, dict(own.columns))
 
-            return await function.scope.judge(rollouts, call)
-        num_turns = [rollout.num_turns if by_turn else None for rollout in rollouts]
-        # A copy for each call: other functions must not see the changes that one makes to messages or the data row.
-        calls = (self._call(slots, function, private_copy(rollout)) for rollout in rollouts)
-        return list(map(judge_call, await asyncio.gather(*calls), num_turns))
-
-    async def _call(self, slots: asyncio.Semaphore, function: Callable[..., Any], *args: Any, **kwargs: Any):
-        async with slots:
-            return await call_with_deadline(
-                functools.partial(function, *args, **kwargs), timeout_s=self._tolerance.timeout_s
-            )
+        return await batch.scope.judge(rollouts, call)
 
     def _count(self, reward: Reward, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], tally: _Tally) -> None:
         tally.num_calls += len(verdicts)
@@ -227,10 +221,12 @@ class RewardSet:
                 if self._tolerance.on_error.get(verdict.outcome) == "raise":
                     raise RewardError(sentence)
 
-    def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict]) -> Rollout:
+    def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict], tally: _Tally) -> Rollout:
         values: dict[str, float] = {}
         by_turn: list[tuple[float, ...]] = []
         for reward, verdict in zip(self._rewards, verdicts, strict=True):
+            if verdict.logged:
+                rollout = replace(rollout, logged={**rollout.logged, reward.name: verdict.logged})
             if verdict.outcome is Outcome.VALUE:
                 values[reward.name] = verdict.value
                 if verdict.turns:
@@ -244,6 +240,10 @@ class RewardSet:
             return _failed(rollout, DOES_NOT_APPLY, Cause.UNSCORED)
         total = sum(reward.weight * values[reward.name] for reward in self._rewards if reward.name in values)
         turn_rewards = tuple(map(sum, zip(*by_turn, strict=True)))
+        if not all(abs(value) <= MAX_REWARD for value in (total, *turn_rewards)):
+            tally.errors[Outcome.NON_FINITE] += 1
+            problem = f"{Outcome.NON_FINITE}: the weighted sum of its rewards is {total}: {values}"
+            return _failed(rollout, problem, Cause.REWARD)
         return replace(rollout, rewards=values, reward=total, turn_rewards=turn_rewards)
 
 
@@ -267,8 +267,7 @@ def make_reward_set(
 ) -> RewardSet:
     """Build a reward set from functions by built-in name or `path/to/file.py:name`, with keyword settings by name.
 
-    A function of a file that has a parameter `completions` is called the way TRL calls it; one whose first parameter is
-    named `rollouts` gets the rollouts of a group; any other gets a `Rollout`.
+    The parameters of a function decide how it is called (`rewards/signatures.py`).
     Worker processes load the files, not this one (unless isolation.mode is `thread`), so each worker has its own state
     of the function's module. Raises `ConfigError`: an unknown name, a file that cannot be loaded, settings that do not
     fit, or unequal lengths.
@@ -297,11 +296,11 @@ def make_reward_set(
 
 def _prepare(
     spec: str, settings: Mapping[str, Any], pool: WorkerPool, isolation: Isolation
-) -> Callable[..., Any] | BatchReward | IsolatedReward:
+) -> BatchReward | IsolatedReward:
     path, colon, name = spec.rpartition(":")
     if colon and isolation.mode == "process":
         return pool.load(f"{Path(path).expanduser().resolve()}:{name}", settings)
     function = resolve(spec, settings)
     if spec in ISOLATED:
-        return IsolatedReward(pool=pool, spec=spec, settings=settings, scope=scope_of(function))
+        return IsolatedReward(pool=pool, spec=spec, settings=settings, scope=function.scope)
     return function

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, TooMany
 from lockstep.rollout.system.user_functions import fault
 
 MAX_DETAIL_CHARS = 2_000
+MAX_REWARD = 1e100
+"""Largest reward by size: sums and squares of as many as there are do not overflow."""
 
 
 class Outcome(StrEnum):
@@ -24,13 +27,13 @@ class Outcome(StrEnum):
     VALUE = "value"
     """A finite number."""
     ABSTAINED = "abstained"
-    """A batch function returned None for this rollout: it does not apply. Not an error."""
+    """The function returned None for this rollout: it does not apply. Not an error."""
     TIMEOUT = "timeout"
     """The function did not return in time."""
     EXCEPTION = "exception"
     """The function raised."""
     NON_FINITE = "non_finite"
-    """The function returned NaN, an infinity, or an integer too large for a float."""
+    """The function returned NaN, an infinity, or a number beyond `MAX_REWARD`."""
     WRONG_TYPE = "wrong_type"
     """The function returned something that is not a number, nor one number per turn where turns have rewards."""
     CRASHED = "crashed"
@@ -56,6 +59,8 @@ class Verdict:
     """Finite if the outcome is `VALUE`, else NaN."""
     turns: tuple[float, ...] = ()
     """Reward of each turn, with `value` as their sum; empty: one reward for the whole rollout."""
+    logged: Mapping[str, Any] = field(default_factory=dict)
+    """Columns that the function logged, with their values for the rollout (`rewards/meter.py`)."""
     detail: str = ""
     """For people: the returned value or the error, as safe text (`rollout/safe_text.py`)."""
 
@@ -84,35 +89,49 @@ def judge(value: Any, num_turns: int | None = None) -> Verdict:
     return Verdict(outcome=Outcome.VALUE, value=number)
 
 
-def judge_call(finished: Finished, num_turns: int | None = None) -> Verdict:
-    return judge(finished.value, num_turns) if finished.error is None else _judge_error(finished.error)
-
-
-def judge_batch(finished: Finished, num_turns: Sequence[int | None]) -> list[Verdict]:
-    """Return the verdicts on a call for several rollouts. As in TRL, a value of None means "does not apply".
+def judge_batch(
+    finished: Finished, num_turns: Sequence[int | None], columns: Mapping[str, Sequence[Any]] = MappingProxyType({})
+) -> list[Verdict]:
+    """Return the verdicts on a call for some rollouts. A value of None means "does not apply", as in TRL.
 
     An exception in place of a number is the failure of that rollout alone.
 
-    num_turns: of each rollout, as for `judge`.
+    num_turns: of each rollout, as for `judge`. columns: what the call logged, a value for each rollout.
     """
+    return [
+        replace(verdict, logged={column: values[index] for column, values in columns.items()})
+        for index, verdict in enumerate(_judge_list(finished, num_turns))
+    ]
+
+
+def _judge_list(finished: Finished, num_turns: Sequence[int | None]) -> list[Verdict]:
     count = len(num_turns)
     if finished.error is not None:
         return [_judge_error(finished.error)] * count
     values = finished.value
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
     if not isinstance(values, list | tuple):
         detail = f"returned {_short(values)}; expected a list of {count} floats"
         return [Verdict(outcome=Outcome.WRONG_TYPE, detail=detail)] * count
     if len(values) != count:
         detail = f"returned {len(values)} rewards for {count} rollouts"
         return [Verdict(outcome=Outcome.WRONG_LENGTH, detail=detail)] * count
-    return [
-        judge_call(Finished(error=value) if isinstance(value, BaseException) else Finished(value=value), turns)
-        if value is not None
-        else Verdict(outcome=Outcome.ABSTAINED)
-        for value, turns in zip(values, num_turns, strict=True)
-    ]
+    return [_judge_item(value, turns) for value, turns in zip(values, num_turns, strict=True)]
+
+
+def _judge_item(value: Any, num_turns: int | None) -> Verdict:
+    if value is None:
+        return Verdict(outcome=Outcome.ABSTAINED)
+    verdict = _judge_error(value) if isinstance(value, BaseException) else judge(value, num_turns)
+    if max(map(abs, (verdict.value, *verdict.turns))) > MAX_REWARD:
+        detail = f"returned {verdict.turns or verdict.value}; expected at most {MAX_REWARD:g} by size"
+        return Verdict(outcome=Outcome.NON_FINITE, detail=detail)
+    return verdict
+
+
+def logged_value(value: Any) -> Any:
+    """Return a value that JSON holds: numbers and texts as they are, anything else as text."""
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return value if value is None or is_number else safe_text(str(value), MAX_DETAIL_CHARS)
 
 
 def _judge_turns(values: Sequence[Any], num_turns: int) -> Verdict:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.rewards.length import LengthControl
+from lockstep.rewards.outcomes import MAX_REWARD
 from lockstep.rollout.records import Rollout, RolloutStatus
 
 TURN_REWARDS = "turn_rewards"
@@ -118,6 +119,6 @@ def _turn_rewards_problem(given: Any, num_turns: int) -> str | None:
     """Return what is wrong with reported turn rewards, or None. Trailing turns may be left out."""
     if not isinstance(given, (list, tuple)) or not all(isinstance(value, (int, float)) for value in given):
         return f"outcome {TURN_REWARDS} is {given!r:.200}; expected a list of numbers"
-    if len(given) > num_turns or not all(map(math.isfinite, given)):
+    if len(given) > num_turns or not all(abs(value) <= MAX_REWARD for value in given):
         return f"outcome {TURN_REWARDS} is {given!r:.200}; expected at most {num_turns} finite numbers, one per turn"
     return None

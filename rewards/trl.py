@@ -1,30 +1,48 @@
-"""Reward functions with TRL's signature: `fn(prompts, completions, **columns) -> list[float | None]`."""
+"""Reward functions with TRL's signature: `fn(prompts, completions, **columns) -> list[float | None]`.
+
+    prompts, completions    messages, or texts where the row's prompt is a text, as in TRL's two formats of data
+    completion_ids          sampled ids of all turns
+    trainer_state           `global_step` and `max_steps`, counted in optimizer updates
+    log_extra, log_metric   columns of the saved rollouts, and metrics `reward/<function>/metric/<name>`
+    others                  columns of the data rows, and facts that the environment reports, as lists
+
+Not covered: `environments`, TRL's instances of environments.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from inspect import Parameter, signature
+from types import SimpleNamespace
 from typing import Any
 
-from lockstep.rewards.batches import BatchReward
-from lockstep.rollout.errors import ConfigError
+from lockstep.rewards.batches import BatchReward, plain
+from lockstep.rewards.meter import METRIC, Meter, current
+from lockstep.rewards.outcomes import MAX_DETAIL_CHARS, logged_value
+from lockstep.rollout.chat.messages import normalize_messages
+from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.system.deadline import function_name
 
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments that TRL 1.16 passes beside the columns."""
 _RENAMED = ("prompt", "completion", "completion_ids")
 """Keys of a data row that TRL passes under other names."""
 
 
-def from_trl(function: Callable[..., Any], *, conversational: bool = True, **settings: Any) -> BatchReward:
-    """Adapt an unchanged TRL reward function, sync or async.
+def from_trl(function: Callable[..., Any], *, conversational: bool | None = None, **settings: Any) -> BatchReward:
+    """Adapt an unchanged TRL reward function, sync or async, which is called with keywords.
 
-    It is called with keywords: `prompts` and `completions` (lists of messages each; with `conversational=False` texts:
-    the last prompt message and the last assistant turn), `completion_ids` (the sampled tokens of all turns), each
-    column of the data rows as a list, and `settings`. A function without `**kwargs` gets those that it names. All of
-    them are copies. Raises `ConfigError` for a setting that the function does not take.
+    A function without `**kwargs` gets those that it names. All of them are copies.
+    conversational: pass messages or texts; None: texts where the row's prompt is a text. Raises `ConfigError` for a
+    setting that the function does not take.
     """
-    parameters = inspect.signature(function).parameters
+    parameters = signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [] if takes_all else [key for key in settings if key not in parameters]
     if unknown:
@@ -35,19 +53,81 @@ def from_trl(function: Callable[..., Any], *, conversational: bool = True, **set
         )
 
     def arguments(rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
-        columns = sorted({key for rollout in rollouts for key in rollout.example if key not in _RENAMED})
-        halves = [copy.deepcopy((list(rollout.prompt), list(rollout.completion))) for rollout in rollouts]
+        rows = [{**rollout.outcome, **rollout.example} for rollout in rollouts]
+        columns = sorted({key for row in rows for key in row if key not in _RENAMED})
+        halves = [_halves(rollout, conversational) for rollout in rollouts]
+        spans = [span for rollout in rollouts for call in rollout.calls for span in call.version_spans]
+        updates, meter = max((span.version for span in spans), default=0), current()
         everything = {
-            **{column: [copy.deepcopy(rollout.example.get(column)) for rollout in rollouts] for column in columns},
-            "prompts": [prompt if conversational else _text(prompt) for prompt, _ in halves],
-            "completions": [completion if conversational else _text(completion) for _, completion in halves],
+            **{column: [copy.deepcopy(row.get(column)) for row in rows] for column in columns},
+            "prompts": [prompt for prompt, _ in halves],
+            "completions": [completion for _, completion in halves],
             "completion_ids": [[token for call in rollout.calls for token in call.sampled_ids] for rollout in rollouts],
+            "trainer_state": SimpleNamespace(global_step=updates, max_steps=meter.num_updates),
+            "log_extra": partial(log_column, meter, len(rollouts)),
+            "log_metric": partial(_log_metric, meter),
             **settings,
         }
-        return {key: value for key, value in everything.items() if takes_all or key in parameters}
+        return named(parameters, everything, columns)
 
     return BatchReward(function=function, arguments=arguments)
 
 
-def _text(messages: Sequence[Message]) -> str:
-    return str(messages[-1].get("content") or "") if messages else ""
+def named(parameters: Mapping[str, Parameter], values: Mapping[str, Any], columns: Iterable[str]) -> Mapping[str, Any]:
+    """Return the arguments that a function takes by name. Raises `DataError` for a column that no row has."""
+    takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, parameter in parameters.items():
+        if parameter.default is Parameter.empty and name not in values and not str(parameter).startswith("*"):
+            raise DataError(
+                f"the function needs column {name!r} of the data row, found {', '.join(columns) or 'none'}; set "
+                f"'data.columns={{{name}: <column>}}'"
+            )
+    return {key: value for key, value in values.items() if takes_all or key in parameters}
+
+
+def sampled_text(rollout: Rollout) -> str:
+    """Return the text of all sampled turns, with reasoning and tool calls as models of the Qwen family write them."""
+    texts = []
+    for turn in normalize_messages(rollout.sampled_turns):
+        functions = (call["function"] for call in turn.get("tool_calls", ()))
+        calls = (f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in functions)
+        texts += filter(None, (_content(turn), *calls))
+    return "\n".join(texts)
+
+
+def _content(turn: Message) -> str:
+    reasoning, content = turn.get("reasoning_content"), str(turn.get("content") or "")
+    return content if reasoning is None else f"<think>\n{reasoning}\n</think>\n\n{content}"
+
+
+def _halves(rollout: Rollout, conversational: bool | None) -> tuple[Any, Any]:
+    """Return prompt and completion: texts, or messages with arguments as objects.
+
+    As in TRL, reasoning is part of the content unless the completion calls tools.
+    """
+    asked, column = (rollout.prompt or ({},))[-1].get("content"), PromptReader().find(rollout.example)
+    known = rollout.example.values() if column is None else [rollout.example[column]]
+    is_text = any(isinstance(value, str) and (column is not None or value == asked) for value in known)
+    if is_text if conversational is None else not conversational:
+        return str(asked or ""), sampled_text(rollout)
+    turns = normalize_messages(rollout.completion)
+    if not any(turn.get("tool_calls") for turn in turns):
+        turns = [{**turn, "content": _content(turn)} for turn in turns]
+    return [copy.deepcopy(dict(message)) for message in rollout.prompt], turns
+
+
+def log_column(meter: Meter, count: int, column: str, values: Sequence[Any]) -> None:
+    """Record a value for each rollout of a call. Raises ValueError for another number of values."""
+    items = plain(values)
+    if not isinstance(items, list) or len(items) != count:
+        raise ValueError(f"log_extra({column!r}): expected a list with one value for each of {count} rollouts")
+    meter.columns[safe_text(str(column), MAX_DETAIL_CHARS)] = [logged_value(item) for item in items]
+
+
+def _log_metric(meter: Meter, name: str, value: Any) -> None:
+    number = plain(value)
+    if not isinstance(number, int | float):
+        raise TypeError(f"log_metric({name!r}): found a {type(value).__name__}, expected a number")
+    measure = METRIC + safe_text(str(name), MAX_DETAIL_CHARS)
+    meter.sums[measure] += number
+    meter.counts[measure] += 1

@@ -60,6 +60,7 @@ ROOMS = (
     "rewards/resolve.py",
     "rewards/model",
     "rewards/functions",
+    "rewards/signatures.py",
     "rewards/trl.py",
     "rewards/batches.py",
     "rewards/shaping.py",

@@ -129,7 +129,7 @@ def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling
 
 def make_rewards(config: Config) -> RewardSet:
     settings, algorithm = config.reward, config.algorithm
-    return make_reward_set(
+    rewards = make_reward_set(
         settings.functions,
         settings.weights,
         settings.settings,
@@ -157,3 +157,5 @@ def make_rewards(config: Config) -> RewardSet:
             ),
         ),
     )
+    rewards.num_updates = config.updates
+    return rewards

@@ -31,7 +31,7 @@ from trl.chat_template_utils import qwen3_template
 from harness.ranks import start_other_ranks
 from harness.turns import Turn
 from harness.workloads import COMPARED, PEER_ENGINES, TOOL_TOKENS, configuration
-from lockstep.rewards.batches import BatchReward
+from lockstep.rewards.batches import Scope
 from lockstep.rewards.resolve import resolve
 from lockstep.rollout.environments.calculator import calculator
 from lockstep.rollout.environments.prompt import PromptReader
@@ -64,9 +64,9 @@ def reward_of(config: Config) -> Callable[..., list[float]]:
             Rollout(rollout_id=index, group_id=0, calls=(), messages=(*prompt, *completion), example=json.loads(text))
             for index, (prompt, completion, text) in enumerate(zip(prompts, completions, row, strict=True))
         ]
-        if isinstance(function, BatchReward):
-            return list(function.function(**function.arguments(rollouts)))
-        return [float(function(rollout)) for rollout in rollouts]
+        if function.scope is Scope.ROLLOUT:
+            return [reward for rollout in rollouts for reward in function.calling([rollout])()]
+        return function.calling(rollouts)()
 
     return reward
 

@@ -43,12 +43,15 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.rewards.batches import Scope
-from lockstep.rewards.outcomes import Outcome, Verdict
+from lockstep.rewards.meter import current
+from lockstep.rewards.outcomes import Outcome, Verdict, logged_value
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import to_json
 from lockstep.rollout.system.captured_output import OutputTail
 
+Judged = tuple[list[Verdict], Mapping[str, float], Mapping[str, int]]
+"""One verdict per rollout, and sums and counts of what the function measured (`rewards/meter.py`)."""
 RECEIVED = b"\n"
 """Sent by a worker as soon as it has read a request: if it dies later, the function ended it."""
 MAX_REPLY_BYTES = 16 * 2**20
@@ -96,8 +99,14 @@ class IsolatedReward:
         by_turn: the function may return one number per turn.
         """
 
+        meter = current()
+
         async def call(seen: Sequence[Rollout]) -> list[Verdict]:
-            return await self.pool.judge(self.spec, self.settings, seen, timeout_s, by_turn=by_turn)
+            verdicts, sums, counts = await self.pool.judge(
+                self.spec, self.settings, seen, timeout_s, by_turn=by_turn, num_updates=meter.num_updates
+            )
+            meter.merge(sums, counts)
+            return verdicts
 
         return await self.scope.judge(rollouts, call)
 
@@ -131,13 +140,15 @@ class WorkerPool:
         timeout_s: float,
         *,
         by_turn: bool = False,
-    ) -> list[Verdict]:
+        num_updates: int = 0,
+    ) -> Judged:
         cancelled = threading.Event()
         request = {
             "do": "judge",
             "spec": spec,
             "settings": settings,
             "by_turn": by_turn,
+            "num_updates": num_updates,
             "rollouts": [to_json(one, shares_prompts=True) for one in rollouts],
         }
         future = self._threads.submit(self._judge, request, timeout_s, cancelled)
@@ -161,17 +172,17 @@ class WorkerPool:
 
     def _judge(
         self, request: Mapping[str, Any], timeout_s: float, cancelled: threading.Event, *, is_retry: bool = False
-    ) -> list[Verdict]:
+    ) -> Judged:
         num_turns = [len(rollout["calls"]) for rollout in request["rollouts"]]
         worker = self._worker()
         try:
             worker.load(request["spec"], request["settings"], self._isolation.start_timeout_s, cancelled)
             reply = worker.ask(request, timeout_s, cancelled)
-            verdicts = _verdicts(reply, num_turns)
+            judged = _verdicts(reply, num_turns), *_measures(reply)
             worker.has_judged = True
             if reply.get("retire"):
                 self._drop_worker()
-            return verdicts
+            return judged
         except ConfigError as error:  # the file has changed since it was loaded first, or fails every other time
             problem = Verdict(outcome=Outcome.EXCEPTION, detail=str(error)[:500])
         except (_Died, _TimedOut) as error:
@@ -182,7 +193,7 @@ class WorkerPool:
                 return self._judge(request, timeout_s, cancelled, is_retry=True)
             outcome = Outcome.TIMEOUT if isinstance(error, _TimedOut) else Outcome.CRASHED
             problem = Verdict(outcome=outcome, detail=str(error))
-        return [problem] * len(num_turns)
+        return [problem] * len(num_turns), {}, {}
 
     def _worker(self) -> _Worker:
         """Return the worker of this thread; start one if it has none that lives."""
@@ -355,7 +366,7 @@ def _verdicts(reply: Mapping[str, Any], num_turns: Sequence[int]) -> list[Verdic
     count = len(num_turns)
     try:
         verdicts = [_verdict(entry, turns) for entry, turns in zip(reply["verdicts"], num_turns, strict=False)]
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise _Died(f"its process sent something that is not a verdict ({type(error).__name__}: {error})") from None
     if len(reply["verdicts"]) != count:
         raise _Died(f"its process sent {len(reply['verdicts'])} verdicts for {count} rollouts")
@@ -369,7 +380,19 @@ def _verdict(entry: Mapping[str, Any], num_turns: int) -> Verdict:
         raise ValueError(f"{len(turns)} rewards for {num_turns} turns, with the sum {sum(turns)} for {value}")
     if (outcome is Outcome.VALUE) != math.isfinite(value):
         raise ValueError(f"a verdict {outcome} with value {value}")
-    return Verdict(outcome=outcome, value=value, turns=turns, detail=str(entry["detail"])[:500])
+    logged = {str(column): logged_value(item) for column, item in entry.get("logged", {}).items()}
+    return Verdict(outcome=outcome, value=value, turns=turns, logged=logged, detail=str(entry["detail"])[:500])
+
+
+def _measures(reply: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, int]]:
+    """Return sums and counts of what a function measured. Raises `_Died` for anything else."""
+    try:
+        sums, counts = (
+            {str(name): float(value) for name, value in part.items()} for part in reply.get("measures", ({}, {}))
+        )
+        return sums, {name: max(1, int(count)) for name, count in counts.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise _Died(f"its process sent something that is not a measure ({type(error).__name__}: {error})") from None
 
 
 def _plain(value: Any) -> Any:

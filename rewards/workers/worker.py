@@ -24,8 +24,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.rewards.batches import BatchReward, scope_of
-from lockstep.rewards.outcomes import judge_batch, judge_call
+from lockstep.rewards.batches import BatchReward
+from lockstep.rewards.meter import Meter, measuring
+from lockstep.rewards.outcomes import judge_batch
 from lockstep.rewards.resolve import resolve
 from lockstep.rewards.workers.pool import RECEIVED
 from lockstep.rollout.errors import ConfigError
@@ -46,7 +47,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    functions: dict[str, Callable[..., Any] | BatchReward] = {}
+    functions: dict[str, BatchReward] = {}
     own_pid = os.getpid()
     with socket.socket(fileno=connection_fd) as connection, connection.makefile("rb") as requests:
         for request in requests:
@@ -59,33 +60,30 @@ def main() -> None:
             connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _answer(request: Mapping[str, Any], functions: dict[str, Callable[..., Any] | BatchReward]) -> dict[str, Any]:
+def _answer(request: Mapping[str, Any], functions: dict[str, BatchReward]) -> dict[str, Any]:
     key = json.dumps([request["spec"], request["settings"]])
     if request["do"] == "load":
         try:
             functions[key] = resolve(request["spec"], request["settings"])
         except ConfigError as error:
             return {"error": str(error)}
-        return {"scope": scope_of(functions[key])}
-    function = functions[key]
+        return {"scope": functions[key].scope}
     rollouts = [from_json(rollout) for rollout in request["rollouts"]]
     num_turns = [rollout.num_turns if request["by_turn"] else None for rollout in rollouts]
-    if isinstance(function, BatchReward):
-        finished = _run(function.function, **function.arguments(rollouts))
-        verdicts = judge_batch(finished, num_turns)
-    else:
-        finished = _run(function, *rollouts)
-        verdicts = [judge_call(finished, *num_turns)]
+    with measuring(Meter(num_updates=request["num_updates"])) as meter:
+        finished = _run(functions[key].calling(rollouts))
+    verdicts = judge_batch(finished, num_turns, dict(meter.columns))
     # The traceback or the function's module may still hold what was allocated before a MemoryError.
     retire = isinstance(finished.error, MemoryError) or _lacks_streams()
-    return {"verdicts": [asdict(verdict) for verdict in verdicts], "retire": retire}
+    measures = [dict(meter.sums), dict(meter.counts)]
+    return {"verdicts": [asdict(verdict) for verdict in verdicts], "measures": measures, "retire": retire}
 
 
-def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Finished:
+def _run(function: Callable[[], Any]) -> Finished:
     """Call the function on the main thread, where functions that use SIGALRM for their own timeouts work."""
     modules = dict(sys.modules)
     try:
-        value = asyncio.run(function(*args, **kwargs)) if is_async(function) else function(*args, **kwargs)
+        value = asyncio.run(function()) if is_async(function) else function()
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's as well, and are reported
         return Finished(error=error)
     finally:

@@ -15,6 +15,7 @@ from lockstep.rewards.functions.built_in import FUNCTIONS
 from lockstep.rewards.functions.programs import code_tests
 from lockstep.rewards.outcomes import ERRORS
 from lockstep.rewards.resolve import MODEL, check_built_in, compares_groups
+from lockstep.rewards.signatures import refuse_foreign
 from lockstep.rollout.chat.template_files import template_text
 from lockstep.rollout.environments import ENVIRONMENTS, make_environment
 from lockstep.rollout.environments.mixed import parts_of
@@ -141,7 +142,7 @@ def reward_name_problems(config: Config) -> Iterator[str]:
             yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
         elif colon:
             try:
-                written_names(spec)
+                refuse_foreign(name, written_names(spec).get(name) or ())
             except ConfigError as error:
                 yield f"reward.functions: {error}"
         if not colon and spec not in names:

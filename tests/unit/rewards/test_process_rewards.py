@@ -62,7 +62,6 @@ def test_scoring_again_replaces_the_turn_rewards() -> None:
         ([1.0, None, 0.0], Outcome.WRONG_TYPE, "for turn 1: returned NoneType None"),
         ([[1.0], [2.0, 3.0], 4.0], Outcome.WRONG_TYPE, "for turn 0: returned a list"),
         ([1e308, 1e308, 0.0], Outcome.NON_FINITE, "returned inf"),
-        (np.array(1.0), Outcome.WRONG_TYPE, "returned a ndarray"),
     ],
     ids=str,
 )

@@ -21,11 +21,20 @@ def test_a_trl_function_gets_prompts_completions_and_columns():
         seen.update(prompts=prompts, completions=completions, answer=answer, columns=columns)
         return [1.0 if c[-1]["content"] == a else None for c, a in zip(completions, answer, strict=True)]
 
-    rewards = RewardSet([Reward(name="trl", function=from_trl(reward)), Reward(name="zero", function=lambda r: 0.0)])
+    rewards = RewardSet(
+        [
+            Reward(name="trl", function=from_trl(reward, conversational=True)),
+            Reward(name="zero", function=lambda r: 0.0),
+        ]
+    )
     first, second = score(rewards, [rollout("7", tokens=3), rollout("8")])
     assert seen["prompts"][0] == [{"role": "user", "content": "q"}]
     assert seen["completions"][0] == [{"role": "assistant", "content": "7"}]
-    assert seen["columns"] == {"question": ["q", "q"], "completion_ids": [[2, 2, 2], [2]]}
+    assert {name: seen["columns"].pop(name) for name in ("question", "completion_ids")} == {
+        "question": ["q", "q"],
+        "completion_ids": [[2, 2, 2], [2]],
+    }
+    assert sorted(seen["columns"]) == ["log_extra", "log_metric", "trainer_state"], "what TRL 1.16 passes beside them"
     assert first.rewards == {"trl": 1.0, "zero": 0.0}
     assert second.rewards == {"zero": 0.0}
     assert second.status is RolloutStatus.COMPLETED

@@ -32,9 +32,8 @@ def rollout(*turns: Mapping[str, Any], answer: Any = "7", number: int = 0) -> Ro
 
 
 def reward(name: str, given: Rollout, **settings: Any) -> float:
-    function = resolve(name, settings)
-    assert callable(function)
-    return function(given)
+    (value,) = resolve(name, settings).calling([given])()
+    return value
 
 
 CALLS = [{"name": "calculator", "arguments": {"expression": "3+4"}}]

@@ -178,7 +178,6 @@ CASES = [
     ("raises", Outcome.EXCEPTION, "hostile.py: oh"),
     ("exits", Outcome.EXCEPTION, "hostile.py: 3"),
     ("nan", Outcome.NON_FINITE, "nan"),
-    ("none", Outcome.WRONG_TYPE, "None"),
     ("text", Outcome.WRONG_TYPE, "'1.0'"),
     ("too_few", Outcome.WRONG_LENGTH, "1 rewards for 2"),
     ("dies", Outcome.CRASHED, "exited with status 7; its output ends: last words"),

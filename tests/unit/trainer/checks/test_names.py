@@ -62,6 +62,21 @@ def test_a_missing_reward_function_is_found_by_the_checks_with_those_of_the_file
     assert problem.startswith(f"reward.functions: {tmp_path}/own.py cannot be loaded: SyntaxError in line 1: ")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ("queries, prompts, labels", "that of OpenRLHF"),
+        ("completion, answer", "that of verifiers"),
+        ("text", "none of a"),
+    ],
+)
+def test_a_signature_of_another_trainer_is_found_before_the_file_is_run(parameters: str, says: str, tmp_path: Path):
+    (tmp_path / "own.py").write_text(f"def theirs({parameters}): ...\nraise RuntimeError('it is not run')\n")
+    (problem,) = reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:theirs]"))
+    assert says in problem
+    assert "write `def theirs(rollout)`" in problem
+
+
 def test_environments_say_what_the_system_lacks(monkeypatch):
     alone = composed("environment=sandbox")
     among = composed("environment.name=mixed", "environment.settings.environments={chain: {}, sandbox: {}}")
