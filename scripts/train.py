@@ -21,6 +21,10 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback; `launch` handles it
+
     from lockstep.trainer.cli import launch  # here, because engine processes import this file too
 
     launch(main)

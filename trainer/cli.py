@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -35,6 +36,7 @@ from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations
 
+INTERRUPTED = "interrupted"
 EXIT_LIMIT_S = 60.0
 """Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
@@ -61,6 +63,7 @@ def launch(
         config_class: dataclass schema of the configuration.
         check: raises `ConfigError` for conflicting values; None: `validate`, for a `Config`.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts/train.py ends at once while it imports this
     wait_briefly()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank; a killed launcher cannot end it
         exit_when_orphaned(
@@ -92,6 +95,9 @@ def launch(
     except LockstepError as error:
         _print(_message(error))
         sys.exit(_status(error))
+    except KeyboardInterrupt:
+        _print(INTERRUPTED)
+        sys.exit(130)
     for config in configs:
         run_or_end(lambda config=config: main(config))
 
@@ -106,6 +112,9 @@ def run_or_end(work: Callable[[], None]) -> None:
     except LockstepError as error:
         _print(_message(error))
         status = _status(error)
+    except KeyboardInterrupt:
+        _print(INTERRUPTED)
+        status = 130
     except Exception:
         traceback.print_exc()
         status = 1
@@ -121,7 +130,8 @@ def run_or_end(work: Callable[[], None]) -> None:
 
 
 def _message(error: LockstepError) -> str:
-    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    return "\n".join([text, *vars(error).get("__notes__", [])])
 
 
 def _status(error: LockstepError) -> int:

@@ -109,8 +109,8 @@ class Trainer:
         with watch.stage("sync"):
             if self._averaged is not None and self.version > version:
                 self._averaged.advance()
+            self.num_steps += 1  # the batch is trained: a checkpoint of this moment is whole
             synced = self.push_weights()
-        self.num_steps += 1
         trained_N = logprobs.old.by_trainer(updated.logp_N)
         if logprobs.repacked_N is not None:
             self.noise_floor = {**self.noise_floor, **noise_floor(trained_N, logprobs.repacked_N)}

@@ -63,5 +63,6 @@ class BackgroundLoop:
     def __enter__(self) -> BackgroundLoop:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if failure is not KeyboardInterrupt:  # after which the process ends, and a start of an engine blocks the loop
+            self.close()

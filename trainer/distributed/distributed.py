@@ -57,6 +57,8 @@ CONTROL_TIMEOUT = timedelta(hours=2)
 """Bound of the longest rollout phase: ranks without an engine wait for rank 0's rows while it samples."""
 NCCL_TIMEOUT = timedelta(minutes=20)
 """Bound of a collective of the model, after which the ranks of one that failed end too."""
+MEETING_TIMEOUT = timedelta(seconds=20)
+"""Time in which all ranks fail with an error that is common to them."""
 CLAIM_BYTES = 8
 """Length of the digest by which ranks compare claims."""
 
@@ -75,11 +77,12 @@ class Distributed:
         self.world_size: int = accelerator.num_processes
         self.device: torch.device = accelerator.device
         # Rows, metrics and errors travel as CPU tensors over gloo, whatever backend carries the gradients.
-        self._control: torch_dist.ProcessGroup | None = (
-            torch_dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # type: ignore[assignment]
-            if self.world_size > 1
-            else None
+        self._control, self._after_failure = (
+            torch_dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+            for timeout in (CONTROL_TIMEOUT, MEETING_TIMEOUT)
         )
+        self.is_stepping = False
+        """True within an optimizer step, and if one failed: then some parameters may be updated and others not."""
         self.module: nn.Module  # set by prepare
         self._optimizer: torch.optim.Optimizer
         self._trained: list[str]
@@ -254,14 +257,16 @@ class Distributed:
         for group in self._optimizer.param_groups:
             group[IS_HELD] = critic_only and not group.get(IS_CRITIC, False)
             group["lr"] = 0.0 if group[IS_HELD] else lr * group.get(LR_SCALE, 1.0)
+        self.is_stepping = True
         if self.uses_deepspeed:
             self.module.step()  # type: ignore[operator]
-            return
-        if self._max_grad_norm:
-            parameters = list(self.module.parameters())
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, torch.tensor(grad_norm))
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        else:
+            if self._max_grad_norm:
+                parameters = list(self.module.parameters())
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, torch.tensor(grad_norm))
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        self.is_stepping = False
 
     def discard_gradients(self) -> None:
         """Drop the accumulated gradients instead of stepping; a collective."""
@@ -294,17 +299,28 @@ class Distributed:
         torch_dist.all_reduce(total, group=self._control)
         return total.to(tensor.device)
 
-    def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's payload on every rank, in rank order."""
-        if self._control is None:
+    def meets(self, claim: bytes) -> bool:
+        """Return True if every rank calls this after a failure, in `MEETING_TIMEOUT`, with the same claim.
+
+        A rank that failed alone must begin no collective: the others wait in another one.
+        """
+        try:
+            return len(set(self.gather_bytes(claim, group=self._after_failure))) == 1
+        except RuntimeError:  # of torch: a rank is late or gone
+            return False
+
+    def gather_bytes(self, payload: bytes, group: Any = None) -> list[bytes]:
+        """Return every rank's payload on every rank, in rank order. group: None for the control group."""
+        group = group or self._control
+        if group is None:
             return [payload]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        torch_dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._control)
+        torch_dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
         longest = max(int(size) for size in sizes)
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
         buffers = [torch.empty_like(mine) for _ in range(self.world_size)]
-        torch_dist.all_gather(buffers, mine, group=self._control)
+        torch_dist.all_gather(buffers, mine, group=group)
         return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError, DataError, RewardError, TrainingError
 from lockstep.rollout.system.captured_output import redirect_output
 
 OWN = ("lockstep",)
@@ -36,6 +36,8 @@ VERBOSE_LIBRARIES = (
 """Loggers of libraries that install their own handlers or levels."""
 RENAMED_COLLECTIVES = r"torch\.distributed"
 """Module whose FutureWarnings are ignored: one per call of a collective that DeepSpeed calls by its old name."""
+OF_USERS = (ConfigError, DataError, RewardError, TrainingError)
+"""Errors that no library causes."""
 HELD_RECORDS = 10_000
 SHOWN_LINES = 15
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -96,11 +98,11 @@ class ThirdPartyLog:
 
     @contextmanager
     def shown_on_failure(self) -> Iterator[None]:
-        """Print the end of the file if the block fails, except with ConfigError: it may show the cause."""
+        """Print the end of the file if the block fails, unless the error names its cause: the file may show it."""
         try:
             yield
         except Exception as error:
-            if not isinstance(error, ConfigError) and self.path is not None and self.path.is_file():
+            if not isinstance(error, OF_USERS) and self.path is not None and self.path.is_file():
                 lines = _text(self.path).splitlines()[-SHOWN_LINES:]
                 print(f"the last lines of {self.path}:", *lines, sep="\n  ", file=sys.stderr)
             raise

@@ -45,7 +45,6 @@ def next_steps(
     shown_run, shown_model = shown(run), shown(model)
     goal = updates if update < updates else 2 * updates
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
-    resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
     by_turn = ["algorithm.turn_rewards=true"] if scores_turns else []
     trained = [f"model.path={shown_model}", *by_turn]
@@ -56,7 +55,7 @@ def next_steps(
     lines = {
         **({"model": shown_model} if adapter is None else {"adapter": shown(adapter)}),
         **({"critic": shown(critic)} if critic else {}),
-        "resume": f"{launcher} {script('train')} {shlex.join(resumed)}",
+        "resume": resume_command(words, run=run, updates=goal, launcher=launcher),
         **({"evaluate": evaluate} if has_heldout else {}),
         **(
             {"inspect": f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}"} if has_rollouts else {}
@@ -65,6 +64,13 @@ def next_steps(
         **trackers,
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
+
+
+def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: str) -> str:
+    """Return the command that continues a run. Arguments as for `next_steps`."""
+    own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
+    own += [f"run_name={run.name}", "resume=auto", f"updates={updates}"]
+    return f"{launcher} {script('train')} {shlex.join(own)}"
 
 
 def script(name: str) -> str:

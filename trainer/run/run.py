@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 
+from lockstep.rollout.errors import RankLostError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
+from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.run_dir import RunDirectory, open_run
 from lockstep.trainer.checks.algorithm import algorithm_warnings
 from lockstep.trainer.config.schema import Config
@@ -21,10 +24,11 @@ from lockstep.trainer.run.assembly import Parts, assemble, choose
 from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
 from lockstep.trainer.run.interrupt import TERMINATED, Interrupt
 from lockstep.trainer.run.library_logs import ThirdPartyLog
+from lockstep.trainer.run.next_steps import resume_command
 from lockstep.trainer.run.profiling import StepProfiler
 from lockstep.trainer.run.provenance import with_hashes
 from lockstep.trainer.run.report import Reporter
-from lockstep.trainer.run.state import open_metrics, restore_state, save_model, save_state
+from lockstep.trainer.run.state import launcher_of, open_metrics, restore_state, save_model, save_state, state_of
 from lockstep.trainer.update.schedule import is_due
 
 
@@ -70,7 +74,6 @@ class Life:
         self._distributed = distributed
         self._directory = directory
         self._console = console
-        self._interrupt = Interrupt()
         self._wall_time = WallTime(config.max_hours)
         self._heartbeat = Heartbeat(
             directory.path,
@@ -86,13 +89,16 @@ class Life:
         )
         self._reporter: Reporter | None = None
         """None on ranks other than 0."""
+        self._saved_at = 0
+        """Update of the last checkpoint; -1: this run has none."""
         self._checkpoint_s = 0.0
         """Seconds of the last checkpoint, until they are reported."""
         self.is_terminated = False
         """True on every rank if SIGTERM to one of them stopped the run before its last update."""
 
     def begin(self, parts: Parts) -> None:
-        """Restore the checkpoint that `resume` asks for, and open the logs."""
+        """Restore the checkpoint that `resume` asks for, and open the logs; from here on signals wait for an update."""
+        self._interrupt = Interrupt()
         resumed = restore_state(parts, self._directory, self._console)
         if self._distributed.is_main:
             metrics = open_metrics(parts, self._directory, self._console, resumed)
@@ -101,36 +107,40 @@ class Life:
     def train(self, parts: Parts, on_step: Callable[[StepReport], None]) -> None:
         """Make all updates, then write the final checkpoint and model."""
         trainer, settings = parts.trainer, self._config
+        is_saved = not trainer.version or (self._directory.checkpoints / f"step-{trainer.version}").is_dir()
+        self._saved_at, whole = trainer.version if is_saved else -1, self._state(parts)
         try:
             self._console.say(
                 f"{_batch(settings)}, {settings.updates} updates, {self._distributed.world_size} rank(s), "
                 f"ZeRO stage {self._distributed.zero_stage}"
             )
             trainer.push_weights()  # also after a resume: the engine has loaded the base model
-            saved_at = trainer.version
             if settings.eval.before_training and not trainer.num_steps:
                 evaluation = self._evaluate(parts, 0)
                 if self._reporter is not None:
                     self._reporter.log.write(0, evaluation)
             self._console.begin(trainer.version)
             while trainer.version < settings.updates and not self._must_stop():
-                before = trainer.version
+                before, whole = trainer.version, self._state(parts)
                 report = self._step(parts)
                 evaluation = {}
                 is_last = report.update >= settings.updates
                 if is_due(settings.eval.every, before=before, after=report.update) or is_last:
                     evaluation = self._evaluate(parts, report.update)
                 if self._reporter is not None:
-                    self._reporter.step(report, evaluation, before=before, checkpoint_s=self._checkpoint_s)
+                    with self._reporter.log.tolerating("the report of a step"):
+                        self._reporter.step(report, evaluation, before=before, checkpoint_s=self._checkpoint_s)
                 self._checkpoint_s = 0.0
                 if is_due(settings.checkpoint.every, before=before, after=report.update):
-                    self._save(parts)
-                    saved_at = report.update
+                    self._save(parts, self._state(parts))
                 on_step(report)
-            if saved_at != trainer.version:
-                self._save(parts)
+            if self._saved_at != trainer.version:
+                self._save(parts, self._state(parts))
             places = self._reporter.log.places if self._reporter else {}
             save_model(parts, self._directory, self._console, trackers=places)
+        except Exception as error:
+            error.add_note(self._rescue(parts, whole, error))
+            raise
         finally:
             self._profiler.close()
             self._console.end()
@@ -168,18 +178,59 @@ class Life:
             return {}
         self._heartbeat.beat("evaluation", update=update)
         started = time.perf_counter()
-        evaluation = parts.evaluate(self._console)
-        if evaluation is None:
-            return {}
-        assert self._reporter is not None, "the rank with the engine writes the logs"
-        self._reporter.evaluation(evaluation, update)
-        return {**evaluation.metrics, "time/eval": time.perf_counter() - started}
+        evaluation, failure = None, None
+        try:
+            evaluation = parts.evaluate(self._console)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, RankLostError) or not self._distributed.meets(b"evaluation"):
+                raise
+            failure = error
+        found: Mapping[str, float] = {}
+        if self._reporter is not None:
+            with self._reporter.log.tolerating("an evaluation"):
+                if failure is not None:
+                    raise failure
+                if evaluation is not None:
+                    found = {**evaluation.metrics, "time/eval": time.perf_counter() - started}
+                    self._reporter.evaluation(evaluation, update)
+        return found
 
-    def _save(self, parts: Parts) -> None:
-        self._heartbeat.beat("checkpoint", update=parts.trainer.version)
+    def _state(self, parts: Parts) -> TrainerState:
+        return state_of(parts, wandb_id=self._reporter.log.wandb_id if self._reporter else None)
+
+    def _save(self, parts: Parts, state: TrainerState) -> None:
+        self._heartbeat.beat("checkpoint", update=state.update)
         started = time.perf_counter()
-        save_state(parts, self._directory, wandb_id=self._reporter.log.wandb_id if self._reporter else None)
-        self._checkpoint_s = time.perf_counter() - started
+        save_state(parts, self._directory, state)
+        self._checkpoint_s, self._saved_at = time.perf_counter() - started, state.update
+
+    def _rescue(self, parts: Parts, whole: TrainerState, error: Exception) -> str:
+        """Save the last completed update after an error, and return how to go on; a collective, if all ranks failed.
+
+        whole: state before the step that failed.
+        """
+        if parts.trainer.num_steps > whole.step:
+            whole = self._state(parts)  # what failed came after the update
+        problem = ""
+        if whole.update not in (0, self._saved_at):
+            if isinstance(error, RankLostError) or not self._distributed.meets(str(whole.update).encode()):
+                problem = "the ranks did not fail together"
+            elif whole.update != parts.trainer.version or self._distributed.is_stepping:
+                problem = "the next one failed halfway"
+            else:
+                try:
+                    self._save(parts, whole)
+                except Exception as failure:
+                    problem = f"of an error: {failure}"
+        saved = f"update {self._saved_at} is saved" if self._saved_at > 0 else "no update is saved"
+        saved += f" (update {whole.update} is not, because {problem})" if problem else ""
+        command = resume_command(
+            sys.argv[1:],
+            run=self._directory.path,
+            updates=self._config.updates,
+            launcher=launcher_of(self._distributed),
+        )
+        return f"{saved}; to go on: {command}"
 
     def _must_stop(self) -> bool:
         """Return True if any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""

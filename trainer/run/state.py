@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.rollout.errors import DataError, HubError
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.resume import Resumed, restore
@@ -86,11 +85,11 @@ def open_metrics(parts: Parts, directory: RunDirectory, console: RunConsole, res
     return metrics
 
 
-def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -> None:
-    """Write a checkpoint; a collective."""
+def state_of(parts: Parts, *, wandb_id: str | None) -> TrainerState:
+    """Return the state between two steps, without tensors."""
     trainer, prompts, guard = parts.trainer, parts.prompts, parts.updater.guard
     position = prompts.position if prompts else Position()
-    state = TrainerState(
+    return TrainerState(
         step=trainer.num_steps,
         update=trainer.version,
         demonstrations_cursor=parts.demonstrations.cursor if parts.demonstrations else 0,
@@ -108,6 +107,10 @@ def save_state(parts: Parts, directory: RunDirectory, *, wandb_id: str | None) -
         skipped_updates=guard.skipped,
         skipped_in_a_row=guard.in_a_row,
     )
+
+
+def save_state(parts: Parts, directory: RunDirectory, state: TrainerState) -> None:
+    """Write a checkpoint; a collective."""
     model = policy_of(parts.distributed.unwrapped).model
 
     def save_beside(place: Path) -> None:
@@ -156,7 +159,7 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
             adapter=directory.model / ADAPTER_DIRECTORY if policy.is_quantized else None,
             update=update,
             updates=config.updates,
-            launcher=_launcher(distributed),
+            launcher=launcher_of(distributed),
             critic=directory.critic if has_saved_critic else None,
             has_heldout=config.has_rollouts and bool(config.heldout_sets()),
             trackers=trackers,
@@ -168,7 +171,8 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
         _upload(config, directory, console)
 
 
-def _launcher(distributed: Distributed) -> str:
+def launcher_of(distributed: Distributed) -> str:
+    """Return the command in front of scripts/train.py."""
     if distributed.world_size == 1 and not distributed.zero_stage:
         return program("python")
     file = f"zero{distributed.zero_stage}" if distributed.zero_stage else "ddp"
@@ -181,5 +185,5 @@ def _upload(config: Config, directory: RunDirectory, console: RunConsole) -> Non
     try:
         address = push(directory.model, config, last_metrics(directory.metrics))
         console.say(f"uploaded       {address}")
-    except (HubError, DataError) as error:  # the run is over and its model saved: only the remaining step is printed
+    except Exception as error:  # the run is over and its model saved: only the remaining step is printed
         console.warn(str(error))

@@ -24,9 +24,9 @@ LIBRARIES = """
     with libraries.output_to_file():
         os.system("echo compiled")
     if len(sys.argv) > 2:
-        from lockstep.rollout.errors import TrainingError
+        from lockstep.rollout.errors import EngineError
         with libraries.shown_on_failure():
-            raise TrainingError("it failed")
+            raise EngineError("it failed")
 """
 
 
