@@ -110,7 +110,7 @@ def stale(subject: Subject) -> list[Measured]:
     lines = _run(subject, "stale", 4, {"rollout.max_staleness": 1})
     return [
         *_sound(subject, "", lines, 4, is_stale=True),
-        shown("rollouts dropped as too old", sum(line["rollout/stale_dropped"] for line in lines)),
+        shown("rollouts dropped as too old", sum(line["rollout/dropped_stale"] for line in lines)),
     ]
 
 

@@ -77,10 +77,11 @@ class Distributed:
         self.world_size: int = accelerator.num_processes
         self.device: torch.device = accelerator.device
         # Rows, metrics and errors travel as CPU tensors over gloo, whatever backend carries the gradients.
-        self._control, self._after_failure = (
+        groups: list[Any] = [
             torch_dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
             for timeout in (CONTROL_TIMEOUT, MEETING_TIMEOUT)
-        )
+        ]
+        self._control, self._after_failure = groups
         self.is_stepping = False
         """True within an optimizer step, and if one failed: then some parameters may be updated and others not."""
         self.module: nn.Module  # set by prepare
