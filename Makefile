@@ -30,7 +30,7 @@ ENVIRONMENTS := .venv-environments
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install environments model train train-zero3 real reproduce test test-unit test-slow lint format plot report bench gpu-check docs lock sbom audit clean
+.PHONY: help install environments model train train-zero3 real reproduce test test-unit test-v2 test-slow lint format plot report bench gpu-check docs lock sbom audit clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +75,9 @@ test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for py
 
 test-unit: install ## Unit tests only
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/unit $(PYTEST_ARGS)
+
+test-v2: install ## Tests of engines with vLLM's V2 model runner, as GPUs use it, in Triton's interpreter
+	PYTHONPATH=$(CURDIR)/tests/fixtures/v2_on_cpu $(BIN)/python -m pytest -m "v2 and not slow" -n 2 --dist loadfile --no-loadscope-reorder tests/integration $(PYTEST_ARGS)
 
 test-slow: install ## Tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu" tests $(PYTEST_ARGS)

@@ -17,6 +17,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # set by tests/fixtures/v2_on_cpu
+        for item in items:
+            if marker := item.get_closest_marker("v1"):
+                item.add_marker(pytest.mark.skip(reason=marker.args[0]))
     if not torch.cuda.is_available():
         return
     on_cpu = pytest.mark.skip(reason="starts CPU engines or ranks; run `make gpu-check` on machines with a GPU")

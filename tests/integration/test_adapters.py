@@ -29,7 +29,7 @@ from tests.fixtures.models import sampled_logprobs, save_tiny_model, tiny_qwen3
 from tests.fixtures.remote import save_model, trained
 from tests.fixtures.sent import on_bucket, send_instead
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
 PROMPT = tuple(range(10, 180))  # of several blocks of the cache, so that it can be stale
 TOLERANCE = 1e-4

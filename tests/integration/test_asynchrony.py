@@ -43,6 +43,7 @@ def run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path
     return root / "whole"
 
 
+@pytest.mark.v2
 def test_rollouts_are_made_ahead_and_never_too_old(run: Path) -> None:
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, 7))
@@ -61,6 +62,7 @@ def test_rollouts_are_made_ahead_and_never_too_old(run: Path) -> None:
     assert lines[-1]["rollout/inflight"] + lines[-1]["rollout/queue"] == 0, "nothing is begun that is not trained"
 
 
+@pytest.mark.v2
 def test_tokens_carry_the_versions_that_sampled_them(run: Path) -> None:
     spans = [
         span
@@ -73,6 +75,7 @@ def test_tokens_carry_the_versions_that_sampled_them(run: Path) -> None:
     assert spans == []
 
 
+@pytest.mark.v2
 def test_every_prompt_is_trained_once(run: Path) -> None:
     trained = [place for step in places(run) for place in step]
     assert sorted(trained) == list(range(24))

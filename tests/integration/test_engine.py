@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import EOS_ID, VOCAB_SIZE, sampled_logprobs, tiny_qwen3
 from tests.integration.conftest import Served
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
 PROMPT = (5, 99, 300, 12)
 
@@ -45,6 +46,12 @@ def started(model: Qwen3ForCausalLM, directory: Path, **settings: Any) -> Iterat
             loop.run(engine.close())
 
 
+def test_the_runner_and_its_scheduling_are_those_that_this_run_asks_for(served: Served) -> None:
+    is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # `make test-v2`
+    assert ("Using V2 Model Runner" in served.engine.log_path.read_text()) == is_v2
+    assert bool(served.engine.llm.vllm_config.scheduler_config.async_scheduling) == is_v2
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_those_of_the_trainer(served: Served, temperature: float) -> None:
     call = served.generate(PROMPT, max_tokens=64, temperature=temperature)
@@ -53,6 +60,7 @@ def test_sampled_logprobs_are_those_of_the_trainer(served: Served, temperature: 
     assert served.mismatch(call, temperature=temperature) < 1e-4
 
 
+@pytest.mark.v1("the interpreter takes minutes for kernels over 152 k entries")
 def test_logprobs_over_a_large_vocabulary_have_no_common_error(tmp_path: Path) -> None:
     """With torch's own log_softmax on a CPU, all logprobs of this model are 6e-6 to 1.3e-5 too high."""
     model = tiny_qwen3(tied=True, vocab_size=151_936)

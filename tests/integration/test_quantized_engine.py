@@ -13,7 +13,7 @@ from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.sent import send_instead
 from tests.integration.conftest import Served, serve
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
 PROMPT = tuple(range(10, 100))
 

@@ -100,6 +100,7 @@ def assert_routed_as(policy: Policy, calls: Sequence[EngineCall]) -> None:
             assert (one_T - torch.tensor(call.sampled_logprobs)).abs().max() < TOLERANCE
 
 
+@pytest.mark.v2
 @pytest.mark.parametrize("family", [FAMILY, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_captured_routes_are_those_of_transformers_and_replaying_them_removes_flips(
     family: str, tmp_path: Path

@@ -16,7 +16,7 @@ from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.sent import leave_out, on_bucket, send_instead
 from tests.integration.conftest import Served
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
 LONG_PROMPT = tuple(range(10, 180))  # longer than one cache block (128 tokens on CPU), so that it can be stale
 
