@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.trainer.config.redaction import redact_words
+from lockstep.trainer.config.redaction import REDACTED, redact_words
 from lockstep.trainer.observe.trackers.view import program, shown
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of scripts/ and configs/."""
-NOT_REPEATED = ("run_name=", "resume=", "updates=")
+NOT_REPEATED = ("run_name=", "resume=", "updates=", "resume_with_changes=")
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
 """Settings on which an evaluation depends."""
 TRAINING_ONLY = ("model.path=", "model.lora.", "model.critic", "model.reference_path=", "eval.every=")
@@ -45,7 +45,9 @@ def next_steps(
     shown_run, shown_model = shown(run), shown(model)
     goal = updates if update < updates else 2 * updates
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
-    resumed = [*own, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
+    # Its config.yaml holds all other settings, without secrets.
+    again = [word for word in own if word.lstrip("+").startswith("run_root=") or REDACTED in word]
+    resumed = [*again, f"run_name={run.name}", "resume=auto", f"updates={goal}"]
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
     by_turn = ["algorithm.turn_rewards=true"] if scores_turns else []
     trained = [f"model.path={shown_model}", *by_turn]
