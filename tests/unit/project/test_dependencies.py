@@ -20,6 +20,7 @@ OURS = {"lockstep", "scripts", "benchmarks", "tests", "harness", "gradients"}
 """Packages of this repository; the last two are beside the programs that import them."""
 NOT_DECLARED = {
     "bitsandbytes",  # optimizer.name=adamw_8bit names the command that installs it
+    "referencing",  # the registry of jsonschema's own interface
     "triton",  # a part of the CUDA builds of torch
     *("openenv", "fastmcp", "uvicorn"),  # of the server that tests of environment=openenv start in another interpreter
     "agents",  # the Agents SDK, of an agent that a benchmark trains and a test plays where it is installed

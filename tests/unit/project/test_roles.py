@@ -8,6 +8,7 @@ from tests.fixtures.paths import ROOT
 
 PACKAGES = ("rollout", "rewards", "trainer", "scripts", "benchmarks")
 ALLOWED = {
+    "trainer/tools/environment_kit/exploit_checks.py": "a scripted player reads what the environment says",
     "rollout/records.py": "the accessor",
     "rollout/chat/": "writes turns in the format of a model, or checks that the last one can be written",
     "rollout/gateway/": "reads and writes the formats of APIs, and finds the turn that a request extends",
