@@ -85,7 +85,7 @@ def test_a_run_that_ends_by_an_error_saves_its_last_update_and_goes_on(
     assert done.returncode != 0, done.stdout
     said = " ".join(done.stderr.split())
     assert "8 of 8 reward calls failed, expected at most 50% of a step" in said, said[-3000:]
-    assert f"reward score: exception: KeyError in line 10 of {tmp_path}/reward.py: 'ground_truth' (row " in said
+    assert f"reward score: exception: KeyError in line 10 of {tmp_path}/reward.py: 'ground_truth' (line " in said
     assert f" of {tmp_path}/rows.jsonl)" in said
     assert "Triton" not in said
     assert saved_updates(tmp_path) == ["step-2"]
@@ -127,7 +127,7 @@ def test_an_evaluation_that_fails_does_not_end_the_run(own: tuple[str, ...], tmp
     assert done.returncode == 0, done.stderr[-3000:]
     said = " ".join(done.stdout.split())
     assert said.count("an evaluation failed (RewardError: 2 of 2 reward calls failed") == 1, said[-3000:]
-    assert f"KeyError in line 14 of {tmp_path}/reward.py: 'missing' (row 0 of {tmp_path}/heldout.jsonl)" in said
+    assert f"KeyError in line 14 of {tmp_path}/reward.py: 'missing' (line 1 of {tmp_path}/heldout.jsonl)" in said
     lines = lines_of(tmp_path)
     assert [line["health/logger_errors"] for line in lines] == [1, 2]
     assert (tmp_path / "runs/own/model/model.safetensors").is_file()

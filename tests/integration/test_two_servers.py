@@ -132,6 +132,6 @@ def test_a_killed_server_ends_both_ranks_with_the_same_error(
     assert killed_at, output[-2000:] + errors[-5000:]
     assert time.monotonic() - killed_at[0] < 60
     assert run.returncode != 0
-    said = re.findall(rf"lockstep: (.*{re.escape(servers[1].url)}.*)", errors)
+    said = re.findall(rf"lockstep: (\w+Error: .*{re.escape(servers[1].url)}.*)", errors)
     assert len(said) == 2, errors[-5000:]
     assert said[0] == said[1]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.paths import ROOT
+from tests.fixtures.tokenizers import chat_tokenizer
 
 FAILS = """
 import atexit, sys, threading
@@ -55,7 +56,9 @@ def test_a_run_that_cannot_reach_its_engine_exits_with_status_1(tmp_path: Path) 
     data = tmp_path / "rows.jsonl"
     data.write_text('{"question": "1+1", "answer": "2"}\n')
     url = "http://127.0.0.1:9"  # the discard port, on which nothing listens
-    arguments = [f"model.path={save_tiny_model(tmp_path, tied=True)}", f"data.path={data}", "data.heldout_path=null"]
+    model = save_tiny_model(tmp_path, tied=True)
+    chat_tokenizer("qwen3").save_pretrained(model)
+    arguments = [f"model.path={model}", f"data.path={data}", "data.heldout_path=null"]
     arguments += ["rollout=server", f"rollout.urls=[{url}]", f"run_root={tmp_path}", "rollout.start_timeout_s=1"]
     arguments += ["rollout.api_key_env=null"]
     done = subprocess.run(

@@ -191,7 +191,7 @@ def test_the_stages_of_a_step_run_in_order(monkeypatch: pytest.MonkeyPatch) -> N
         "correct",
         "assign credit",
         "update",
-        "push version 6 after 0 steps",
+        "push version 6 after 1 steps",
     ]
 
 
@@ -231,7 +231,7 @@ def test_an_average_advances_once_per_step_with_updates_and_is_sent_after_the_po
         "push version 4 after 0 steps",
         "send the average 4",
         "average",
-        "push version 6 after 0 steps",
+        "push version 6 after 1 steps",
         "send the average 6",
     ]
     assert report.metrics["teacher/canary_abs_diff"] == 0.125
@@ -299,7 +299,7 @@ def test_quantization_is_measured_once_and_with_tokens_of_the_trained_version_al
     assert QUANTIZATION_K3 not in trainer(World()).step().metrics
 
 
-def test_a_step_counts_after_its_sync_and_the_sync_sends_the_new_version() -> None:
+def test_a_step_counts_when_its_batch_is_trained_and_the_sync_sends_the_new_version() -> None:
     world = World()
     made = trainer(world)
     made.step()
@@ -309,19 +309,19 @@ def test_a_step_counts_after_its_sync_and_the_sync_sends_the_new_version() -> No
     with_numbers = [call for call in world.calls if "version" in call]
     assert with_numbers == [
         "collect step 0 version 4",
-        "push version 6 after 0 steps",
+        "push version 6 after 1 steps",
         "collect step 1 version 6",
-        "push version 8 after 1 steps",
+        "push version 8 after 2 steps",
     ]
 
 
-def test_a_failed_sync_does_not_count_the_step() -> None:
+def test_a_step_whose_sync_fails_counts_because_its_batch_is_trained() -> None:
     world = World()
     world.failing = "push"
     made = trainer(world)
     with pytest.raises(SyncError):
         made.step()
-    assert made.num_steps == 0
+    assert (made.num_steps, made.version) == (1, 6)
 
 
 @pytest.mark.parametrize("stage", ["collect", "sleep"])

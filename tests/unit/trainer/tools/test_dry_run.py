@@ -278,5 +278,6 @@ def test_a_demonstration_that_cannot_be_trained_ends_the_dry_run(
         file.write(json.dumps({"messages": [{"role": "assistant", "content": "b", "weight": 0}]}) + "\n")
     done = dried(*conversations)
     assert done.returncode == 1
-    assert "heldout.jsonl: row 2" in done.stderr
+    assert "heldout.jsonl: 1 of 3 rows" in done.stderr
+    assert "line 3: it cannot be trained" in done.stderr
     assert "All checks passed" not in done.stdout
