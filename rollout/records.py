@@ -311,8 +311,9 @@ class EngineCall:
                 )
         end = 0
         for span in self.version_spans:
-            if not all(type(value) is int or isinstance(value, np.integer) for value in span.values):
-                raise EvidenceError(f"engine call: version and limits of {span} are not integers")
+            is_integer = all(type(value) is int or isinstance(value, np.integer) for value in span.values)
+            if not is_integer or not -1 <= span.version < 2**31:
+                raise EvidenceError(f"engine call: version and limits of {span!r:.200} are not 32-bit integers")
             if span.start != end or span.end < span.start:
                 raise EvidenceError(f"engine call: version spans {self.version_spans} do not tile {n} tokens")
             end = span.end

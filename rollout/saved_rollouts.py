@@ -86,7 +86,7 @@ def check_ids(rollouts: Iterable[Rollout], *, vocab_size: int) -> None:
     """Raise `DataError` for token ids that the model has no embedding of. vocab_size: rows of its embedding."""
     for rollout in rollouts:
         for call in rollout.calls:
-            largest = max((*call.prompt.own_ids, *call.sampled_ids))
+            largest = max((*call.prompt.own_ids, *call.sampled_ids), default=-1)
             if largest >= vocab_size:
                 raise DataError(
                     f"rollout {rollout.rollout_id} has the token id {largest}, but the model has {vocab_size} ids; set "
@@ -138,6 +138,7 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
     for name, kinds in KINDS.items():
         if not isinstance(data[name], kinds) or isinstance(data[name], bool):
             raise TypeError(f"{name} is {data[name]!r:.80}")
+    token_ids("rollout or group", [data["rollout_id"], data["group_id"]])
     turn_rewards = data.get("turn_rewards", [])
     if len(turn_rewards) not in (0, len(data["calls"])):
         raise ValueError(f"{len(turn_rewards)} turn_rewards for {len(data['calls'])} calls")
