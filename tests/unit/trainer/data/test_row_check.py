@@ -92,6 +92,9 @@ def test_a_nested_column_that_one_row_lacks_is_refused_with_its_place(tmp_path: 
     ("reward", "answer", "sentence"),
     [
         ("numeric", "no number", "numeric: column 'answer'"),
+        ("numeric", "12:30", "numeric: column 'answer' holds '12:30'"),
+        ("numeric", "2^{10}", "numeric: column 'answer' holds '2^{10}'"),
+        ("numeric", "3 or 4", "numeric: column 'answer' holds '3 or 4'"),
         ("tool_calls_match", "[{}]", "tool_calls_match: column 'answer'"),
         ("tool_calls_match", "not JSON", "tool_calls_match: column 'answer' is not JSON"),
     ],
