@@ -26,9 +26,7 @@ def limited_session(headers: Mapping[str, str] | None = None, **options: Any) ->
 
 
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body of an answer of `limited_session`. Raises `ValueError` beyond the limit, or if compressed."""
-    if (encoding := response.headers.get("Content-Encoding", "identity").lower()) != "identity":
-        raise ValueError(f"the answer is compressed ({encoding:.20}), which was not asked for")
+    """Return the body of an answer of `limited_session`, as it arrives. Raises `ValueError` beyond the limit."""
     parts, size = [], 0
     async for part in response.content.iter_chunked(CHUNK_BYTES):
         parts.append(part)
@@ -38,10 +36,14 @@ async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def read_json(raw: str | bytes) -> Any:
-    """Return a JSON value. Raises `ValueError` for anything else, NaN, infinities, and depth beyond `MAX_DEPTH`."""
+def read_json(raw: str | bytes, *, is_finite: bool = True) -> Any:
+    """Return a JSON value. Raises `ValueError` for anything else, and depth beyond `MAX_DEPTH`.
+
+    is_finite: refuse NaN and infinities, also those of numbers such as 1e400.
+    """
+    checks: dict[str, Any] = {"parse_constant": refuse_constant, "parse_float": _finite} if is_finite else {}
     try:
-        value = json.loads(raw, parse_constant=refuse_constant, parse_float=_finite)
+        value = json.loads(raw, **checks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if depth_of(value) > MAX_DEPTH:

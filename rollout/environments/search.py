@@ -28,7 +28,10 @@ from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, SearchError
 from lockstep.rollout.records import Message
+from lockstep.rollout.replies import limited_session, read_body, read_json
+from lockstep.rollout.system.deadline import uncounted
 
+MAX_ANSWER_BYTES = 4 * 2**20
 MAX_CONCURRENT = 64
 """Most requests to search servers at once; others wait. Each takes a socket."""
 INVALID = (
@@ -61,7 +64,7 @@ class SearchEnvironment:
         system_prompt: str | None = None,
     ):
         """url: of the search server. topk: documents per query. max_result_chars: longer results are cut (Search-R1
-        cuts at 500 tokens). attempts, attempt_timeout_s: of a request, before the run ends with `SearchError`.
+        cuts at 500 tokens). attempts, attempt_timeout_s: of a request, before its episode fails with `SearchError`.
 
         Raises `ConfigError`: there is no URL, or a number is out of range.
         """
@@ -97,7 +100,8 @@ class SearchEnvironment:
         action, text = found[1], found[2].strip()
         if action == "answer":
             return Step(done=True, outcome={"answer": text})
-        results = await self._search(text)
+        with uncounted():  # it has its own limits
+            results = await self._search(text)
         return Step(messages=(_user(f"<information>{results}</information>"),), outcome={"answer": "", "searches": 1})
 
     async def _search(self, query: str) -> str:
@@ -124,20 +128,21 @@ class SearchEnvironment:
         slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT))
         async with (
             slots,
-            aiohttp.ClientSession(timeout=timeout) as session,
+            limited_session(timeout=timeout) as session,
             session.post(self._url, json=body, allow_redirects=False) as response,
         ):
             if response.status == 429 or response.status >= 500:
                 raise _Unavailable(f"status {response.status}")
-            if response.status != 200:
-                raise SearchError(
-                    f"search server {self._url}: status {response.status}, expected 200: "
-                    f"{(await response.text())[:200]}; check environment.settings.url"
-                )
             try:
-                return await response.json(content_type=None)
-            except (ValueError, RecursionError) as error:
+                raw = await read_body(response, MAX_ANSWER_BYTES)
+                if response.status == 200:
+                    return read_json(raw)
+            except ValueError as error:
                 raise SearchError(f"search server {self._url}: its answer is not JSON ({error})") from error
+            raise SearchError(
+                f"search server {self._url}: status {response.status}, expected 200: "
+                f"{raw[:200].decode(errors='replace')}; check environment.settings.url"
+            )
 
 
 def _as_text(answer: Any, url: str) -> str:

@@ -47,6 +47,7 @@ from lockstep.rollout.gateway.session import Session, TurnMark
 from lockstep.rollout.gateway.transfer import errors_as_json, read_body, send
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import to_json
+from lockstep.rollout.system.captured_output import SILENT
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,6 @@ IDLE_S = 75.0
 """Time for the header of a request, and for the next request on a connection."""
 BRACKETS, BRACKETS_PER_TOKEN = 100_000, 4
 """Opening brackets in the body of a request, those in its text included, and further ones per token of the context."""
-_SILENT = logging.Logger("gateway connections")
-"""For aiohttp, which logs the bytes of malformed requests, keys included, and a traceback for each client that left."""
-_SILENT.disabled = True
 _SESSION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _TOKENIZE_FIELDS = {"model", "messages", "tools", "prompt", "add_special_tokens", "add_generation_prompt"}
 
@@ -151,7 +149,7 @@ class Gateway:
         runner = web.AppRunner(
             app,
             access_log=None,
-            logger=_SILENT,
+            logger=SILENT,
             shutdown_timeout=SHUTDOWN_S,
             handler_cancellation=True,  # when its client disconnects: no one reads what would be sampled
             auto_decompress=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.replies import read_json
 
 MOST = 10**6
 """Largest value of a limit, in its unit: beyond any machine, and far from an overflow in the kernel's types."""
@@ -85,8 +85,8 @@ class Execution:
 def read_object(text: bytes) -> dict[str, Any]:
     """Return the JSON object that the other side of a sandbox sent. Raises `ValueError` if it is not one."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = read_json(text)
+    except ValueError as error:
         raise ValueError(f"not JSON: {text[:200]!r}") from error
     if not isinstance(found, dict):
         raise ValueError(f"not an object: {text[:200]!r}")

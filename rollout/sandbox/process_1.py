@@ -24,6 +24,7 @@ import os
 import resource
 import select
 import signal
+import stat
 import sys
 import time
 
@@ -91,10 +92,12 @@ def serve(requests: Lines, settings: dict) -> None:
     while (line := requests.next()) is not None:
         call = json.loads(line)
         try:
-            for name, text in call["files"].items():
-                put(name, text, place)
-            stdin = os.open("stdin", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=place)
-        except OSError as error:  # a program filled the place, or put a directory there
+            try:
+                stdin = put_all(call["files"], place)
+            except OSError:  # a program filled or closed the place, or put a directory there
+                empty(place)
+                stdin = put_all(call["files"], place)
+        except OSError as error:  # the text is larger than the place
             say(started=True)
             say(
                 ended="exited", status=CANNOT_EXECUTE, stdout="", stderr=f"the program cannot be written: {error}\n",
@@ -103,6 +106,31 @@ def serve(requests: Lines, settings: dict) -> None:
             continue
         run(call, settings, stdin, requests)
         os.close(stdin)
+
+
+def put_all(files: dict, place: int) -> int:
+    """Write the files of a call; return the descriptor of its standard input."""
+    for name, text in files.items():
+        put(name, text, place)
+    return os.open("stdin", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=place)
+
+
+def empty(place: int) -> None:
+    """Remove everything from a directory, whatever programs made there. None runs meanwhile."""
+    os.fchmod(place, 0o700)
+    while names := os.listdir(place):
+        for name in names:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=place, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=place)
+                continue
+            os.chmod(name, 0o700, dir_fd=place)
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+            for child in os.listdir(inner):  # one level up, since the depth is that of the programs
+                if stat.S_ISDIR(os.stat(child, dir_fd=inner, follow_symlinks=False).st_mode):
+                    os.chmod(child, 0o700, dir_fd=inner)  # one that is closed cannot be moved
+                os.rename(child, os.urandom(16).hex(), src_dir_fd=inner, dst_dir_fd=place)
+            os.close(inner)
+            os.rmdir(name, dir_fd=place)
 
 
 def put(name: str, text: str, place: int) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 
 from lockstep.rollout.errors import SandboxError
+from lockstep.rollout.replies import limited_session, read_body
 from lockstep.rollout.sandbox.execution import Execution, Language, Limits, read_execution, read_object
 
 OPEN_TIMEOUT_S = 60.0
@@ -43,10 +44,9 @@ class RemoteSandbox:
 
     def __init__(self, url: str, token: str | None, limits: Limits) -> None:
         self._url, self._limits = f"{url.rstrip('/')}/sessions", limits
-        # Compressed answers could be a thousand times larger than what arrives.
-        headers = {"Accept-Encoding": "identity"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
-        timeout = aiohttp.ClientTimeout(total=None)  # each request has its own
-        self._client = aiohttp.ClientSession(headers=headers, auto_decompress=False, timeout=timeout)
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        # Each request has its own limit on time.
+        self._client = limited_session(headers, timeout=aiohttp.ClientTimeout(total=None))
         self._path: str | None = None
 
     @classmethod
@@ -106,13 +106,11 @@ class RemoteSandbox:
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._client.request(method, self._url + path, json=body, allow_redirects=False) as response:
-                    text = await _read(response, max_bytes)
+                    text = await read_body(response, max_bytes)
         except TimeoutError as error:
             raise SandboxError(f"{where}: no answer to {method} in {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise SandboxError(f"{where}: {type(error).__name__}: {error}") from error
-        if len(text) > max_bytes:
-            raise SandboxError(f"{where}: an answer of more than {max_bytes} bytes")
         if response.status == 503:
             raise _Full
         if response.status == 204:
@@ -124,13 +122,3 @@ class RemoteSandbox:
         if response.status not in (200, 201):
             raise SandboxError(f"{where}: status {response.status}: {str(answer.get('error'))[:400]}")
         return answer
-
-
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body, or one chunk more than the limit of it."""
-    text = bytearray()
-    async for chunk in response.content.iter_chunked(2**16):
-        text += chunk
-        if len(text) > max_bytes:
-            break
-    return bytes(text)

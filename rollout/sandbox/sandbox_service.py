@@ -1,7 +1,7 @@
 """Reference server of remote sandboxes; the protocol is that of `remote_sandbox.py`.
 
-Covered: a bearer token; limits that a client may lower and not raise; a maximum of sessions; sessions that end when
-their client has sent nothing for a while, and when the server ends.
+Covered: a bearer token, which is never logged; limits that a client may lower and not raise; a maximum of sessions;
+sessions that end when their client has sent nothing for a while, and when the server ends.
 Not covered: encryption (put a proxy in front of it), fairness between clients.
 """
 
@@ -22,6 +22,7 @@ from lockstep.rollout.errors import ConfigError, SandboxError
 from lockstep.rollout.sandbox.execution import Language, Limits, Sandbox, read_object
 from lockstep.rollout.sandbox.sandbox import PLACE_BYTES
 from lockstep.rollout.system.addresses import is_loopback
+from lockstep.rollout.system.captured_output import SILENT
 
 MAX_REQUEST_BYTES = 2 * PLACE_BYTES
 LOOK_S = 1.0
@@ -59,7 +60,7 @@ class SandboxService:
         app.router.add_post("/sessions", self._open)
         app.router.add_post("/sessions/{id}/calls", self._call)
         app.router.add_delete("/sessions/{id}", self._delete)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, access_log=None, logger=SILENT, shutdown_timeout=1.0, auto_decompress=False)
         self._looks: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> str:
@@ -96,8 +97,10 @@ class SandboxService:
             return await handler(request)
         except (ValueError, KeyError, TypeError) as error:  # of JSON, of its fields, and ConfigError
             return _error(400, f"{type(error).__name__}: {error}")
-        except SandboxError as error:
-            return _error(500, str(error))
+        except web.HTTPException:
+            raise
+        except Exception as error:  # a SandboxError, or a fault of the service, which nothing else would tell
+            return _error(500, str(error) or type(error).__name__)
 
     async def _open(self, request: web.Request) -> web.Response:
         given = read_object(await request.read())["limits"]

@@ -15,6 +15,7 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from lockstep.rollout.errors import EngineError, EvidenceError, RefusedError, RequestError
+from lockstep.rollout.replies import limited_session, read_body
 
 ATTEMPTS = 5
 """With pauses of 0.2, 0.4, 0.8 and 1.6 s: longer than a short disturbance, and a dead server is reported in seconds."""
@@ -25,7 +26,6 @@ RETRIED_STATUS = (500, 502, 503, 504)
 SHOWN_CHARS = 400
 MAX_ANSWER_BYTES = 2**30
 """Size limit of an answer. A context of a million tokens is 140 MB in vLLM's own form, without a support."""
-CHUNK_BYTES = 2**20
 
 
 class _Transient(Exception):
@@ -37,14 +37,11 @@ class ServerClient:
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self.url = url.rstrip("/")
-        # Compressed answers could be a thousand times larger than what arrives.
-        headers = {"Accept-Encoding": "identity"}
-        if api_key is not None:
-            headers["Authorization"] = f"Bearer {api_key}"
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # Unlimited connections: every episode has a request in flight.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         # trust_env stays off: no proxy between a trainer and its engines.
-        self._session = aiohttp.ClientSession(headers=headers, connector=connector, auto_decompress=False)
+        self._session = limited_session(headers, connector=connector)
 
     async def get(self, path: str, *, timeout_s: float | None, attempts: int = ATTEMPTS) -> Any:
         return await self._request("GET", path, None, timeout_s=timeout_s, attempts=attempts)
@@ -87,7 +84,7 @@ class ServerClient:
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
                 allow_redirects=False,  # prompts and weights go to the named server only
             ) as response:
-                raw = await _body(response, source=self.url + path)
+                raw = await read_body(response, MAX_ANSWER_BYTES)
                 status = response.status
         except TimeoutError:
             raise EngineError(
@@ -95,6 +92,8 @@ class ServerClient:
             ) from None
         except aiohttp.InvalidURL:
             raise EngineError(f"found {self.url}, expected the address of a server: http://<host>:<port>") from None
+        except ValueError as error:
+            raise EvidenceError(f"{self.url}{path}: {error}; expected a vLLM server; check the address") from error
         except aiohttp.ClientError as error:  # refused, reset, closed, or cut in the body
             raise _Transient(str(error) or type(error).__name__, EngineError) from error
         if status in RETRIED_STATUS:
@@ -113,19 +112,6 @@ class ServerClient:
             f"{self.url} failed{tried}: {cause}; if the server is gone, read its log, restart it, and resume from the "
             "last checkpoint"
         ) from failure
-
-
-async def _body(response: aiohttp.ClientResponse, *, source: str) -> bytes:
-    """Read an answer. Raises `EvidenceError` beyond `MAX_ANSWER_BYTES`."""
-    parts, size = [], 0
-    async for part in response.content.iter_chunked(CHUNK_BYTES):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise EvidenceError(
-                f"{source} answered more than {MAX_ANSWER_BYTES} bytes, expected a vLLM server; check the address"
-            )
-    return b"".join(parts)
 
 
 def read_json(raw: bytes, *, source: str) -> Any:

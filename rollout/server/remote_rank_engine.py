@@ -28,6 +28,7 @@ from lockstep.rollout.saved_rollouts import call_from_json, call_to_json
 from lockstep.rollout.server.client import ServerClient
 from lockstep.rollout.server.generate_route import decode_array, encode_array
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.captured_output import SILENT
 
 SCORE_ARRAYS = ("logprobs", "top_ids", "top_logprobs")
 """Arrays of an answer with `TokenScores`."""
@@ -43,7 +44,7 @@ class EngineService:
         self._authorization = f"Bearer {key}"
         app = web.Application(client_max_size=MAX_REQUEST_MIB * 2**20)
         app.add_routes([web.post("/{call}", self._answer)])
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, logger=SILENT)
         self.url = ""
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -9,6 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+SILENT = logging.Logger("servers of this process")
+"""For aiohttp, which logs the bytes of malformed requests, keys included, and a traceback for each client that left."""
+SILENT.disabled = True
 
 
 @contextmanager

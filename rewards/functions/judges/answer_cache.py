@@ -10,6 +10,9 @@ from concurrent.futures import Future
 
 from lockstep.rollout.errors import RewardError
 
+MAX_CHARS = 2**14
+"""Longest answer that is kept."""
+
 
 class AnswerCache:
     """The answers to the last `size` different requests, for callers in any event loop.
@@ -58,7 +61,7 @@ class AnswerCache:
         finally:
             with self._lock:
                 del self._pending[key]
-                if answer is not None:
+                if answer is not None and len(answer) <= MAX_CHARS:
                     self._kept[key] = answer
                     if len(self._kept) > self._size:
                         self._kept.popitem(last=False)

@@ -30,7 +30,10 @@ from lockstep.rewards.functions.judges.answer_cache import AnswerCache
 from lockstep.rewards.meter import add, average
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.replies import limited_session, read_body, read_json
 
+MAX_REPLY_BYTES = 2**20
+"""Longest reply of a server, a hundred times that of 2000 tokens."""
 KEPT_AT_TEMPERATURE_0 = 4096
 """Replies kept where `cache` is not set. A reply of 512 tokens takes about 2 kB, all of them 8 MB."""
 TEXTS = """{names} stand between the markers {marker}.
@@ -193,19 +196,20 @@ class JudgeServer:
         timeout = aiohttp.ClientTimeout(total=self.attempt_timeout_s)
         # A session per call: calls may come from different event loops, and a session costs little beside an answer.
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            limited_session(timeout=timeout, headers=headers) as session,
             session.post(url, json=body, allow_redirects=False) as response,
         ):
             if response.status == 429 or response.status >= 500:
                 raise _Unavailable(f"status {response.status}")
-            if response.status != 200:
-                raise RewardError(f"judge {url}: status {response.status}: {(await response.text())[:200]}")
             try:
-                completion = await response.json()
+                raw = await read_body(response, MAX_REPLY_BYTES)
+                if response.status != 200:
+                    raise RewardError(f"judge {url}: status {response.status}: {raw[:200].decode(errors='replace')}")
+                completion = read_json(raw)
                 text = str(completion["choices"][0]["message"]["content"] or "")
-            except (ValueError, KeyError, IndexError, TypeError, aiohttp.ContentTypeError) as error:
+            except (ValueError, KeyError, IndexError, TypeError) as error:
                 raise RewardError(
-                    f"judge {url}: its reply is not a chat completion ({type(error).__name__})"
+                    f"judge {url}: its reply is not a chat completion ({type(error).__name__}: {error})"
                 ) from error
         _count_tokens(completion.get("usage"))
         return text

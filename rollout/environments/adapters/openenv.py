@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,13 +27,18 @@ import aiohttp
 
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.environments.tool_servers.foreign_schemas import read_tools
 from lockstep.rollout.episode.environment import Step
-from lockstep.rollout.errors import ConfigError, EnvironmentFault
+from lockstep.rollout.errors import ConfigError, EnvironmentFault, ToolServerError
 from lockstep.rollout.records import Message
+from lockstep.rollout.replies import read_json, read_number
+from lockstep.rollout.system.deadline import uncounted
 
-MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_MESSAGE_BYTES = 4 * 2**20
 RETRY_S = 0.2
 """Pause before another attempt at a server whose sessions are all taken."""
+_known_fields: set[tuple[str, str]] = set()
+"""Addresses with a field that an observation had: one without it is then a fault of the server, not of the settings."""
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
 
 
@@ -95,13 +99,17 @@ class OpenEnvironment:
         """Open a session. The first user turn is the row's prompt, if it has one, and the first observation."""
         slots = _slots.setdefault(asyncio.get_running_loop(), {})
         slot = slots.setdefault((self._url, self._max_concurrent), asyncio.Semaphore(self._max_concurrent))
-        await slot.acquire()
+        with uncounted():
+            await slot.acquire()
         self._slot = slot
         wanted = {name: example[name] for name in self._reset_columns if example.get(name) is not None}
         result = await self._open(wanted)
         text = "" if self._has_tools else self._text(result)
         if self._has_tools:
-            self.tools = _tools(await self._ask("step", {"type": "list_tools"}))
+            try:
+                self.tools = await _tools(await self._ask("step", {"type": "list_tools"}))
+            except (_Refused, ToolServerError) as refusal:
+                raise EnvironmentFault(f"openenv: the server lists no tools that can be used: {refusal}") from refusal
         *first, last = self.read_row(example)
         content = "\n\n".join(filter(None, (last["content"], text)))
         return (*first, {**last, "content": content})
@@ -184,14 +192,14 @@ class OpenEnvironment:
             raise EnvironmentFault(
                 f"openenv: the server ended the session ({answer.type.name}: {answer.extra or answer.data})"
             )
-        return _checked(answer.data)
+        return _checked(answer.data, asked=kind)
 
     def _action(self, text: str) -> Mapping[str, Any]:
         if self._action_field is not None:
             return {self._action_field: text}
         try:
-            action = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            action = read_json(text)
+        except ValueError as error:
             raise _Refused(f"the action is not JSON: {error}") from error
         if not isinstance(action, dict):
             raise _Refused(f"the action must be a JSON object, found {type(action).__name__}")
@@ -201,10 +209,12 @@ class OpenEnvironment:
         observation = result["observation"]
         if self._observation_field is not None:
             if self._observation_field not in observation:
-                raise ConfigError(
+                known = (self._url, self._observation_field) in _known_fields
+                raise (EnvironmentFault if known else ConfigError)(
                     f"environment openenv: the observation has no field {self._observation_field}; it has "
                     f"{', '.join(observation) or 'none'}; set environment.settings.observation_field"
                 )
+            _known_fields.add((self._url, self._observation_field))
             observation = observation[self._observation_field]
         return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
 
@@ -217,7 +227,7 @@ class OpenEnvironment:
         for call in calls:
             name, arguments = str(call["function"]["name"]), call["function"].get("arguments")
             try:
-                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+                arguments = read_json(arguments) if isinstance(arguments, str) else arguments
                 if not isinstance(arguments, dict):
                     raise _Refused("the arguments are not a JSON object")
                 result = await self._ask("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
@@ -226,7 +236,7 @@ class OpenEnvironment:
                     outcome[key] = outcome.get(key, 0.0) + value
                 content = _tool_text(result["observation"])
                 is_done = self._is_over = bool(result["done"])
-            except (_Refused, ValueError, RecursionError) as refusal:
+            except (_Refused, ValueError) as refusal:
                 content = f"error: {refusal}"
                 outcome["invalid_actions"] = outcome.get("invalid_actions", 0) + 1
             messages.append(
@@ -244,21 +254,21 @@ class _Full(Exception):
     """All sessions of the server are taken."""
 
 
-def _checked(text: str) -> Mapping[str, Any]:
+def _checked(text: str, *, asked: str) -> Mapping[str, Any]:
     try:
-        answer = json.loads(text)
+        answer = read_json(text, is_finite=False)
         kind, data = answer["type"], answer["data"]
         if kind == "error":
             code, said = data.get("code"), str(data.get("message", "no message"))
             if code == "VALIDATION_ERROR":
                 raise _Refused(f"{said}: {_problems(data)}")
-            if code == "CAPACITY_REACHED":
+            if code == "CAPACITY_REACHED" and asked == "reset":
                 raise _Full(said)
             raise EnvironmentFault(f"openenv: the environment failed ({code}: {said})")
         if kind != "observation" or not isinstance(data["observation"], dict) or not isinstance(data["done"], bool):
             raise TypeError("it is not an observation")
         return data
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentFault(
             f'openenv: the server answered {text[:120]!r}, expected {{"type": "observation", "data": {{"observation", '
             f'"reward", "done"}}}} ({type(error).__name__}: {error})'
@@ -282,26 +292,19 @@ def _reward(result: Mapping[str, Any]) -> dict[str, float]:
     reward = result.get("reward")
     if reward is None:
         return {}
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise EnvironmentFault(f"openenv: the server gave the reward {reward!r}, expected a finite number")
-    return {"environment_reward": float(reward)}
-
-
-def _tools(result: Mapping[str, Any]) -> Tools:
     try:
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": str(tool["name"]),
-                    "description": str(tool.get("description") or ""),
-                    "parameters": dict(tool["input_schema"]),
-                },
-            }
-            for tool in result["observation"]["tools"]
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return {"environment_reward": read_number(reward)}
+    except ValueError as error:
+        raise EnvironmentFault(f"openenv: its reward is not as expected a finite number: {error}") from error
+
+
+async def _tools(result: Mapping[str, Any]) -> Tools:
+    try:
+        found = result["observation"]["tools"]
+        listed = [(tool["name"], tool.get("description"), tool["input_schema"]) for tool in found]
+    except (KeyError, TypeError, AttributeError) as error:
         raise EnvironmentFault(f"openenv: the server lists no tools ({type(error).__name__}: {error})") from error
+    return await read_tools(listed)
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from lockstep.rollout.environments.hosts.process import Host, host, interpreter
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, DataError, EnvironmentFault
 from lockstep.rollout.records import Message
+from lockstep.rollout.replies import read_number
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.deadline import call_with_deadline
 from lockstep.rollout.system.user_functions import load_function
@@ -97,7 +98,12 @@ class TextArenaEnvironment:
         env_id, seed = self._game(example)
         self._host = host(self._python, PROGRAM)
         opening = {"env_id": env_id, "num_players": self._num_players, "seed": seed, "settings": self._settings}
-        view = await self._until_own_turn(await self._ask("open", **opening))
+        try:
+            view = await self._until_own_turn(await self._ask("open", **opening))
+        except ConfigError as error:
+            if example.get("env_id"):  # of this row, not of the settings
+                raise DataError(str(error)) from error
+            raise
         if self._is_done:
             raise DataError(f"textarena: {env_id} with seed {seed} ended before the player's first move")
         system = () if self._system_prompt is None else ({"role": "system", "content": self._system_prompt},)
@@ -109,12 +115,12 @@ class TextArenaEnvironment:
         if not self._is_done:
             return Step(messages=(_user(view),), outcome={"moves": 1})
         try:
-            reward, facts = float(view["rewards"][str(self._seat)]), view["facts"][str(self._seat)]
+            reward, facts = read_number(view["rewards"][str(self._seat)]), view["facts"][str(self._seat)]
             return Step(
                 done=True,
                 outcome={
                     **{"environment_reward": reward, "moves": 1, "finished": 1},
-                    "invalid_move": int(facts["is_invalid"]),
+                    "invalid_move": int(bool(facts["is_invalid"])),
                 },
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -132,7 +138,8 @@ class TextArenaEnvironment:
 
     async def _until_own_turn(self, view: Mapping[str, Any]) -> Mapping[str, Any]:
         while not (done := view["is_done"]) and view["player"] != self._seat:
-            assert self._opponent is not None, "refused by __init__"
+            if self._opponent is None:
+                raise EnvironmentFault(f"textarena: player {view['player']} is to move, in a game of one player")
             finished = await call_with_deadline(partial(self._opponent, view["text"]), timeout_s=self._timeout_s)
             if finished.error is not None:
                 raise EnvironmentFault(
@@ -144,9 +151,17 @@ class TextArenaEnvironment:
 
     async def _ask(self, do: str, **arguments: Any) -> Mapping[str, Any]:
         assert self._host is not None, "reset was called"
-        view = await self._host.ask(do, timeout_s=self._timeout_s, episode=self._episode, **arguments)
-        if not isinstance(view, Mapping) or not isinstance(view.get("is_done"), bool):
-            raise EnvironmentFault(f"textarena: the host answered {view!r:.120}")
+        try:
+            view = await self._host.ask(do, timeout_s=self._timeout_s, episode=self._episode, **arguments)
+        except ConfigError as error:
+            if do == "open":
+                raise
+            raise EnvironmentFault(str(error)) from error
+        types = {"is_done": bool, "player": int, "text": str}
+        if isinstance(view, Mapping) and view.get("is_done") is True:
+            types = {"is_done": bool, "rewards": dict, "facts": dict}
+        if not isinstance(view, Mapping) or any(type(view.get(name)) is not kind for name, kind in types.items()):
+            raise EnvironmentFault(f"textarena: the host answered {view!r:.120}, expected {', '.join(types)}")
         return view
 
 

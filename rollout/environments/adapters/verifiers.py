@@ -31,6 +31,7 @@ from lockstep.rollout.environments.hosts.process import interpreter
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Message
+from lockstep.rollout.replies import read_number
 from lockstep.rollout.system.background_loop import BackgroundLoop
 
 INPUT_COLUMNS = ("answer", "info", "task", "example_id")
@@ -160,4 +161,4 @@ async def _rollout(environment: Any, base_url: str, api_key: str, example: Mappi
     if output.get("error"):  # if the cause is a limit of the episode, the session knows it and the rollout is kept
         raise RuntimeError(f"verifiers: {output['error']}")
     metrics = {f"verifiers_{name}": value for name, value in (output.get("metrics") or {}).items()}
-    return {"environment_reward": float(output["reward"]), **metrics}
+    return {"environment_reward": read_number(output["reward"]), **metrics}

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.rollout.environments.hosts.process import host
 from lockstep.rollout.errors import ConfigError, DataError, EnvironmentFault
+from lockstep.rollout.replies import read_number
 from lockstep.rollout.system.background_loop import BackgroundLoop
 
 PROGRAM = "verifiers_episodes"
@@ -38,8 +39,8 @@ class VerifiersTasks:
             **{"base_url": base_url, "api_key": api_key, "limit_s": self._timeout_s},
         )
         try:
-            metrics = {f"verifiers_{name}": float(value) for name, value in played["metrics"].items()}
-            return {"environment_reward": float(played["reward"]), **metrics}
+            metrics = {f"verifiers_{name}": read_number(value) for name, value in played["metrics"].items()}
+            return {"environment_reward": read_number(played["reward"]), **metrics}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EnvironmentFault(f"verifiers: the host answered {played!r:.120}") from error
 

@@ -117,7 +117,7 @@ class Host:
         assert self._process.stdout is not None
         while line := self._process.stdout.readline(MAX_ANSWER_BYTES):
             try:
-                answer = read_json(line)
+                answer = read_json(line, is_finite=False)
                 waiting = self._waiting.get(answer["id"])
                 if waiting is None or waiting.done():
                     continue

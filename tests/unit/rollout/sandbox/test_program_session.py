@@ -121,21 +121,32 @@ class TestAttacks:
             shell.python(f"import os\nos.unlink('/call/stdin')\nos.{link}({victim!r}, '/call/stdin')")
             assert shell.python("import sys\nprint(repr(sys.stdin.read()))").stdout == "''\n"
 
-    @pytest.mark.parametrize("name", ["program.py", "stdin"])
-    def test_a_directory_in_the_place_of_the_text_is_a_result_and_can_be_removed(self, shell, name):
-        shell.python(f"import os\nos.unlink('/call/{name}')\nos.mkdir('/call/{name}')")
-        stopped = shell.python("print(1)")
-        assert (stopped.ended, stopped.status) == (Ended.EXITED, 126)
-        assert "cannot be written: [Errno" in stopped.stderr
-        if name == "program.py":
-            assert shell.sh(f"rmdir /call/{name}").status == 0
-            assert shell.python("print(1)").stdout == "1\n"
+    @pytest.mark.parametrize("name", ["program.py", "program.sh", "stdin"])
+    @pytest.mark.parametrize(
+        "attack",
+        [
+            "os.mkdir(path)",
+            "os.makedirs(path + '/a' * 900)",
+            "os.mkdir(path); open(path + '/kept', 'w').write('x'); os.chmod(path, 0)",
+            "os.makedirs(path + '/a/b'); os.symlink('/sandbox', path + '/a/b/c'); os.chmod(path + '/a/b', 0)",
+            "os.mkdir(path); os.chmod('/call', 0)",
+            "os.mkdir(path); os.rename(path, '/call/other'); os.chmod('/call', 0o111)",
+            "os.mkdir(path); open('/call/full', 'wb').write(b'x' * 2**24)",
+            "[open(f'/call/{n}', 'w') for n in range(40)]; os.mkfifo(path)",
+        ],
+    )
+    def test_what_a_program_makes_of_the_place_of_the_texts_is_gone_for_the_next(self, shell, name, attack):
+        shell.python("open('/sandbox/kept', 'w').write('untouched')")
+        shell.python(f"import os\npath = '/call/{name}'\nos.path.exists(path) and os.unlink(path)\n{attack}")
+        assert shell.python("print(open('/sandbox/kept').read())").stdout == "untouched\n"
+        assert shell.sh("cat /sandbox/kept").stdout == "untouched"
 
-    def test_a_full_place_of_the_text_is_a_result(self, shell):
-        shell.python("open('/call/full', 'wb').write(b'x' * 2**24)")
-        stopped = shell.python("print(1)" + " " * 10_000)
-        assert (stopped.status, stopped.stdout) == (126, "")
-        assert "No space left" in stopped.stderr
+    def test_a_text_that_is_too_long_is_a_result_and_leaves_nothing(self, shell):
+        stopped = shell.python("print(1)" + " " * 2**23)
+        assert (stopped.ended, stopped.status, stopped.stdout) == (Ended.EXITED, 126, "")
+        assert "cannot be written: [Errno 28] No space left" in stopped.stderr
+        assert shell.sh("echo runs").stdout == "runs\n"
+        assert shell.python("print('runs')").stdout == "runs\n"
 
     def test_process_1_cannot_be_reached(self, shell):
         hostile = (

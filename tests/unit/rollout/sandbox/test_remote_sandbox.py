@@ -188,6 +188,27 @@ class TestService:
         assert launchers() == before
 
 
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /sessions HTTP/1.1\r\nAuthorization: Bearer %s\r\nBroken Header\r\n\r\n",
+        b"POST /sessions\x00 HTTP/1.1\r\nAuthorization: Bearer %s\r\n\r\n",
+        b"Bearer %s\r\n\r\n",
+        b"POST /sessions HTTP/1.1\r\nAuthorization: Bearer %s\r\nContent-Length: x\r\n\r\n",
+        b"POST /sessions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_a_malformed_request_does_not_put_the_token_into_the_log(request_bytes: bytes, url: str, caplog: Any):
+    caplog.set_level(0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(request_bytes % TOKEN.encode())
+    await writer.drain()
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    assert TOKEN not in caplog.text
+
+
 class Liar:
     """A server with one answer to every request."""
 

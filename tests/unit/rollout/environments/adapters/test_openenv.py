@@ -17,10 +17,11 @@ from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.adapters.openenv import OpenEnvironment
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import ConfigError, EnvironmentFault
+from lockstep.rollout.records import RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.openenv import server
-from tests.fixtures.policies import CHAT, TOKENIZER, sampling
+from tests.fixtures.policies import CHAT, TOKENIZER, Policy, play, sampling
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,7 @@ async def test_a_server_that_lies_fails_the_rollout(answer: str):
         await environment.close()
 
 
-@pytest.mark.parametrize("reward", ["NaN", "Infinity", '"1"', "[1]"])
+@pytest.mark.parametrize("reward", ["NaN", "Infinity", "1e400", "1e300", "1" * 401, '"1"', "[1]"])
 async def test_a_reward_that_is_not_a_number_fails_the_rollout(reward: str):
     def answer(asked: dict[str, Any]) -> str:
         value = "null" if asked["type"] == "reset" else reward
@@ -208,6 +209,57 @@ async def test_a_field_that_the_observation_lacks_is_a_setting_to_change():
         ):
             await environment.reset({"seed": 0})
         await environment.close()
+
+
+def observed(**observation: Any) -> str:
+    return json.dumps({"type": "observation", "data": {"observation": observation, "done": False}})
+
+
+def refused(code: str) -> str:
+    return json.dumps({"type": "error", "data": {"code": code, "message": "no"}})
+
+
+async def test_a_field_that_an_observation_had_before_is_a_fault_of_the_server():
+    async with lying(lambda asked: observed(hint="a") if asked["type"] == "reset" else observed()) as url:
+        rollout = await play(OpenEnvironment(url=url, observation_field="hint"), Policy(lambda prompt: "hm"))
+    assert rollout.status is RolloutStatus.FAILED
+    assert "EnvironmentFault: environment openenv: the observation has no field hint" in str(rollout.error)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [refused("CAPACITY_REACHED"), refused("SESSION_ERROR"), "[" * 10**5, observed(a=[[[]]] * 1)[:-1], '{"a":' * 200,
+     "x" * 2**23, '{"type": "error", "data": {"code": {}}}'],
+    ids=["full", "session", "deep", "cut", "open", "long", "code"],
+)  # fmt: skip
+async def test_any_other_answer_to_a_step_fails_the_episode(answer: str):
+    async with lying(lambda asked: observed() if asked["type"] == "reset" else answer) as url:
+        rollout = await play(OpenEnvironment(url=url), Policy(lambda prompt: "hm"))
+    assert rollout.status is RolloutStatus.FAILED
+    assert str(rollout.error).startswith("EnvironmentFault: openenv: ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (refused("VALIDATION_ERROR"), "lists no tools that can be used: no: no details"),
+        (refused("CAPACITY_REACHED"), "the environment failed (CAPACITY_REACHED: no)"),
+        (observed(), "lists no tools (KeyError: 'tools')"),
+        (observed(tools=[5]), "lists no tools (TypeError"),
+        (observed(tools=[{"name": "a b", "input_schema": {"type": "object"}}]), "a name that models cannot write"),
+        (
+            observed(tools=[{"name": "a", "input_schema": {"type": "object", "$ref": "http://x/y"}}]),
+            "nothing is fetched",
+        ),
+        (observed(tools=[{"name": "a", "input_schema": {"type": "object", "$ref": "#"}}]), "refers to itself"),
+        (observed(tools=[{"name": "a", "input_schema": []}]), "expected arguments of type object"),
+    ],
+)
+async def test_a_list_of_tools_that_is_refused_or_cannot_be_used_fails_the_episode(answer: str, says: str):
+    async with lying(lambda asked: observed() if asked["type"] == "reset" else answer) as url:
+        rollout = await play(OpenEnvironment(url=url, tools=True), Policy(lambda prompt: "hm"))
+    assert rollout.status is RolloutStatus.FAILED
+    assert says in str(rollout.error)
 
 
 def test_wrong_settings_are_refused():
