@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.rewards.model.padding import PaddedBatch, pad
 from lockstep.rewards.model.wide_linear import widen
@@ -37,11 +37,7 @@ class RewardModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `ConfigError` for a classifier with more than one output."""
         super().__init__()
-        if model.config.num_labels != 1:
-            raise ConfigError(
-                f"a reward model has one output, {type(model).__name__} has {model.config.num_labels} labels; "
-                "name a model with num_labels=1 in its config.json"
-            )
+        refuse_labels(model.config, type(model).__name__)
         self.model = model
         score = dict(model.named_children()).get("score")
         if type(score) is nn.Linear:
@@ -80,6 +76,15 @@ class RewardModel(nn.Module):
             batch = pad([sequences[i] for i in chosen]).to(device)
             scores_B[chosen] = self(*batch).float().cpu()
         return scores_B
+
+
+def refuse_labels(config: PreTrainedConfig, name: str) -> None:
+    """Raise `ConfigError` for a classifier with more than one output. name: of the model, for the error."""
+    if config.num_labels != 1:
+        raise ConfigError(
+            f"a reward model has one output, {name} has {config.num_labels} labels; name a model with num_labels=1 in "
+            "its config.json"
+        )
 
 
 def load_reward_model(

@@ -185,14 +185,19 @@ def _format_of(vocabulary: Mapping[str, int]) -> str:
     return "hermes"
 
 
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool, template: str | None) -> PreTrainedTokenizerFast:
-    """Load a model's tokenizer with its chat template, or with `template`. Raises as `Chat.from_pretrained`."""
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool, template: str | None, setting: str = "model.path"
+) -> PreTrainedTokenizerFast:
+    """Load a model's tokenizer with its chat template, or with `template`. Raises as `Chat.from_pretrained`.
+
+    setting: name of the path's setting, for errors.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise many kinds for damaged files
         reason, *_ = error_text(error).splitlines() or [""]
         raise ConfigError(
-            f"model.path={path}: no loadable tokenizer ({type(error).__name__}: {reason}); set model.path to a "
+            f"{setting}={path}: no loadable tokenizer ({type(error).__name__}: {reason}); set {setting} to a "
             "directory with the files of a tokenizer, or to a hub id that can be reached from here"
         ) from error
     if template is not None:

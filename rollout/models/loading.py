@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.computed_buffers import set_buffers
 from lockstep.rollout.models.generation import mend_generation
-from lockstep.rollout.models.stored_model import Role, named, read_config, stored_model
+from lockstep.rollout.models.stored_model import Role, is_finite, named, read_config, stored_model
 
 
 def load_model(
@@ -55,7 +55,7 @@ def _non_finite(model: PreTrainedModel) -> list[str]:
     """Return the names of tensors with NaN or infinities; a collective under ZeRO-3, where ranks see their shards."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
-    bad = torch.tensor([int(not _is_finite(_held(tensors[name]))) for name in names])
+    bad = torch.tensor([int(not is_finite(_held(tensors[name]))) for name in names])
     if any("ds_tensor" in vars(tensor) for tensor in tensors.values()):
         bad = bad.to(model.device)
         dist.all_reduce(bad, dist.ReduceOp.MAX)
@@ -68,12 +68,3 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     before = vars(tensor)["ds_zero_partition_rank"] * shard.numel()
     return shard[: max(0, vars(tensor)["ds_numel"] - before)]
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """True if all values are. A sum shows that at once, unless finite values overflow it."""
-    return (
-        tensor.is_meta
-        or bool(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).isfinite())
-        or bool(tensor.isfinite().all())
-    )

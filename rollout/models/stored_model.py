@@ -190,6 +190,15 @@ def named(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:NAMED]) + more
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True if all values are. A sum shows that at once, unless finite values overflow it."""
+    return (
+        tensor.is_meta
+        or bool(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).isfinite())
+        or bool(tensor.isfinite().all())
+    )
+
+
 def _headers(path: str | Path, config: PreTrainedConfig) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return the file of each stored tensor, and the tensors on the meta device."""
     if (Path(path) / "adapter_config.json").is_file():

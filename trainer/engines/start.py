@@ -19,6 +19,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.model.lora import adapter_settings
 from lockstep.trainer.model.memory_plan import cache_gib
 from lockstep.trainer.model.quantized_base import stored_method
@@ -36,6 +37,8 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
             f"model.lora.path={path} is an adapter to train further; to sample with it set 'model.adapters={{trained: "
             f"{path}}}' without model.lora.path"
         )
+    if config.rollout.engine != "server":  # else the files may be on its machine alone
+        refuse_unfit_models(config, lambda note: None, trains=False)
     return EnginePool(start_members(config, loop=loop, log_path=log_path))
 
 

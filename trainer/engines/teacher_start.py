@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
 
-from lockstep.rollout.chat.chat import vocabulary_difference
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.pool import EnginePool
@@ -18,12 +16,14 @@ from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.models.stored_model import read_config
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.build import make_chat, vocab_size_of
 from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.named_models import longest_context, refuse_other_tokenizer
 from lockstep.trainer.engines.start import embedded_engine, engine_key
 from lockstep.trainer.engines.teacher import Teacher
 from lockstep.trainer.engines.teacher_check import canary_diff, is_checked
@@ -39,22 +39,11 @@ def refuse_unfit_teacher(config: Config) -> None:
     """
     settings = config.teacher
     if settings.path is not None:
-        _refuse_other_tokenizer(config)
+        refuse_other_tokenizer(config, "teacher.path", settings.path)
     if config.has_teacher and not (settings.urls or (settings.source == "policy" and config.rollout.urls)):
-        refuse_short(config, _longest_of(settings.path or config.model.path, config))
-
-
-def _refuse_other_tokenizer(config: Config) -> None:
-    trusts = config.model.trust_remote_code
-    own, other = (
-        AutoTokenizer.from_pretrained(path, trust_remote_code=trusts).get_vocab()
-        for path in (config.model.path, config.teacher.path)
-    )
-    if (difference := vocabulary_difference(own, other)) is not None:
-        raise ConfigError(
-            f"teacher.path={config.teacher.path} has another tokenizer than model.path={config.model.path}: "
-            f"{difference}; set teacher.path to a model with the policy's tokenizer"
-        )
+        path, setting = (settings.path, "teacher.path") if settings.path else (config.model.path, "model.path")
+        found = read_config(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
+        refuse_short(config, longest_context(found))
 
 
 def start_teacher(
@@ -145,12 +134,6 @@ def _memory(config: Config) -> dict[str, Any]:
         "kv_cache_gib": CPU_CACHE_GIB if is_cpu and settings.kv_cache_gib is None else settings.kv_cache_gib,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
     }
-
-
-def _longest_of(path: str, config: Config) -> int | None:
-    """Return the longest context of the model at `path`; None if its configuration does not say."""
-    model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
 def refuse_short(config: Config, limit: int | None, *, serves: bool = False) -> None:

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import re
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from lockstep.rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
 from lockstep.rollout.engine.protocol import BASE, POLICY
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.models.stored_adapter import read_adapter
+from lockstep.rollout.models.stored_model import reason, whole_models
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
@@ -118,17 +121,37 @@ def _load(model: PeftModel, path: str, settings: LoraConfig) -> None:
             f"model.lora.path={path} has ranks or scales of single layers (rank_pattern, alpha_pattern), where a run "
             "trains one rank and one alpha; set it to another adapter, or merge this one into a model"
         )
-    if model.device.type == "meta":
+    tensors = read_adapter(path, setting="model.lora.path", model=model)
+    if model.device.type != "meta":
+        peft.set_peft_model_state_dict(model, tensors)
+
+
+def refuse_unfit_adapters(config: Config, shapes: PreTrainedConfig) -> None:
+    """Raise `ConfigError` for adapters of `model.lora.path` or `model.adapters` that the policy has no layers for.
+
+    shapes: config of the policy.
+    """
+    import peft
+
+    settings, trust = config.model, config.model.trust_remote_code
+    found = {f"model.adapters.{name}": path for name, path in settings.adapters.items()}
+    if not found and settings.lora.path is None:
         return
-    tensors = peft.load_peft_weights(path, device="cpu")
-    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    if {name: one.shape for name, one in tensors.items()} != {name: one.shape for name, one in expected.items()}:
-        layers = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
-        raise ConfigError(
-            f"model.lora.path={path} adapts other layers, or layers of another model, than model.path and "
-            f"model.lora.target_modules name: set model.lora.target_modules=[{','.join(layers)}]"
-        )
-    peft.set_peft_model_state_dict(model, tensors)
+    with whole_models(), torch.device("meta"):
+        if settings.lora.path is not None and settings.lora.rank:
+            add_adapters(AutoModelForCausalLM.from_config(deepcopy(shapes), trust_remote_code=trust), settings.lora)
+        for setting, path in found.items():
+            wanted = _read_config(path, setting=setting)
+            model = AutoModelForCausalLM.from_config(deepcopy(shapes), trust_remote_code=trust)
+            try:
+                adapted = peft.get_peft_model(model, wanted)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{setting}={path} does not fit model.path={settings.path} ({error}); set it to an adapter of this "
+                    "model"
+                ) from error
+            assert isinstance(adapted, peft.PeftModel)
+            read_adapter(path, setting=setting, model=adapted)
 
 
 def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
@@ -137,9 +160,12 @@ def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
 
     try:
         found = peft.PeftConfig.from_pretrained(path)
-    except (OSError, ValueError, TypeError) as error:
+        numbers = (found.r, found.lora_alpha) if isinstance(found, peft.LoraConfig) else ()
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError("r={!r} and lora_alpha={!r} are not numbers".format(*numbers))
+    except Exception as error:  # of many kinds, for values that peft does not expect
         raise ConfigError(
-            f"{setting}={path} has no adapter that peft reads ({error}); set it to a directory with "
+            f"{setting}={path} has no adapter that peft reads ({reason(error)}); set it to a directory with "
             "adapter_config.json and adapter_model.safetensors, such as <run>/model/adapter"
         ) from error
     if not isinstance(found, peft.LoraConfig):

@@ -18,6 +18,7 @@ from lockstep.trainer.checks.algorithm import algorithm_warnings
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import code_of_files, unisolated_settings
 from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.run.assembly import Parts, assemble, choose
@@ -42,6 +43,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
         console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
+        distributed.together(lambda: refuse_unfit_models(config, console.say))
         config = with_hashes(choose(config, distributed, console), distributed)
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)

@@ -45,6 +45,7 @@ from lockstep.trainer.data.prompt_filter import make_prompts
 from lockstep.trainer.data.prompts import Row, heldout_data
 from lockstep.trainer.diagnosis.token_classes import TokenTexts
 from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.engines.start import check_engine
 from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 from lockstep.trainer.model.layers.routing import refuse_dense
@@ -76,8 +77,9 @@ def dry_run(config: Config) -> None:
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     console = Console(highlight=False, quiet=not distributed.is_main)
     with distributed, BackgroundLoop() as loop:
-        chat = make_chat(config)
         run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
+        refuse_unfit_models(config, run_console.say)
+        chat = make_chat(config)
         if config.has_rollouts:
             refuse_dense(config)
             check_engine(config)

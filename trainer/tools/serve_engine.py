@@ -16,6 +16,7 @@ from lockstep.rollout.server.guard import KEY_ENV
 from lockstep.rollout.system.addresses import address_towards, is_loopback
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.engines.start import engine_key
 from lockstep.trainer.model.lora import adapter_settings
 from lockstep.trainer.model.memory_plan import cache_gib
@@ -117,6 +118,7 @@ def check_host(host: str) -> None:
 def run(config: Config) -> None:
     """Replace this process by the server. Raises `ConfigError` without its key, or for an unreachable host."""
     check_host(config.server.host)
+    refuse_unfit_models(config, print, trains=False)
     key = engine_key(config.rollout.api_key_env)
     print(shell_line(config), flush=True)
     secret = {} if key is None else {KEY_ENV: key}

@@ -1,0 +1,143 @@
+"""The models that a configuration names, checked by their files before an engine starts: tensors, ids, contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from lockstep.rewards.model.classifier import refuse_labels
+from lockstep.rewards.resolve import MODEL
+from lockstep.rollout.chat.chat import load_tokenizer, vocabulary_difference
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.models.stored_model import LANGUAGE_MODEL, REWARD_MODEL, Role, read_config, stored_model
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.critic import role_of
+from lockstep.trainer.model.decoder import packable_config
+from lockstep.trainer.model.lora import refuse_unfit_adapters
+from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+"""Names of the longest context in configs."""
+SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Kinds of rotary positions whose factor that context contains, as vLLM reads configs."""
+
+
+def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: bool = True) -> None:
+    """Raise `ConfigError` for a model whose files do not hold it, or whose ids or context do not fit the run.
+
+    say: prints what is left out of a model's files, or changed. trains: False for a process that only samples.
+    """
+    model, trust = config.model, {"trust_remote_code": config.model.trust_remote_code}
+    if trains:
+        policy = packable_config(model.path, setting="model.path", has_adapters=model.lora.rank > 0, **trust)
+    else:
+        policy = read_config(model.path, setting="model.path", **trust)
+    found: list[tuple[Role, str, str, PreTrainedConfig]] = []
+    if trains or stored_method(policy) is None:  # an engine reads more methods than the trainer
+        found.append((LANGUAGE_MODEL, "model.path", model.path, policy))
+    if trains and config.algorithm.kl_coef and model.reference_path is not None:
+        reference = packable_config(model.reference_path, setting="model.reference_path", **trust)
+        found.append((LANGUAGE_MODEL, "model.reference_path", model.reference_path, reference))
+    if trains and config.has_critic and model.critic == "separate" and model.critic_path is not None:
+        critic = packable_config(model.critic_path, setting="model.critic_path", **trust)
+        found.append((role_of(critic), "model.critic_path", model.critic_path, critic))
+    if trains and config.teacher.path is not None and not config.teacher.urls:
+        teacher = read_config(config.teacher.path, setting="teacher.path", **trust)
+        if stored_method(teacher) is None:
+            found.append((LANGUAGE_MODEL, "teacher.path", config.teacher.path, teacher))
+    for role, setting, path, own in found:
+        for note in stored_model(role, path, own, setting=setting, **trust, **loading_arguments(own)).notes:
+            say(note)
+        _refuse_other_ids(config, setting, path, own, policy)
+        _refuse_short(config, setting, path, own)
+    if trains and MODEL in config.reward.functions:
+        _refuse_unfit_reward_model(config.reward.settings[MODEL])
+    refuse_unfit_adapters(config, policy)
+
+
+def vocabulary(path: str, *, setting: str, trust_remote_code: bool) -> Mapping[str, int] | None:
+    """Return the ids of a model's tokens; None for a directory without a tokenizer, where transformers makes one."""
+    directory = Path(path)
+    if directory.is_dir() and not any(file for pattern in TOKENIZER_FILES for file in directory.glob(pattern)):
+        return None
+    return load_tokenizer(path, setting=setting, trust_remote_code=trust_remote_code, template=None).get_vocab()
+
+
+def refuse_other_tokenizer(config: Config, setting: str, path: str) -> None:
+    """Raise `ConfigError` if the tokenizer of another model gives a token another id than the policy's."""
+    trust = config.model.trust_remote_code
+    own = vocabulary(config.model.path, setting="model.path", trust_remote_code=trust)
+    other = vocabulary(path, setting=setting, trust_remote_code=trust)
+    if (difference := vocabulary_difference(own or {}, other or {})) is not None:
+        raise ConfigError(
+            f"{setting}={path} has another tokenizer than model.path={config.model.path}: {difference}; set {setting} "
+            "to a model with the policy's tokenizer"
+        )
+
+
+def longest_context(config: PreTrainedConfig) -> int | None:
+    """Return the longest context of a model, as vLLM derives it; None if its config does not say."""
+    text = config.get_text_config()
+    values = text.to_dict() | {name: getattr(text, name) for name in text.attribute_map}
+    limits = [values[name] for name in CONTEXTS if values.get(name)]
+    if not limits:
+        return None
+    rope = values.get("rope_parameters") or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict) and "rope_type" in one]
+    factors = [one.get("factor") or 1.0 for one in kinds if one["rope_type"] not in SCALED]
+    factor = factors[-1] if factors and "gemma3" not in config.model_type else 1.0
+    return int(values.get("model_max_length") or min(limits) * factor)
+
+
+def _refuse_short(config: Config, setting: str, path: str, own: PreTrainedConfig) -> None:
+    limit, needed = longest_context(own), config.rollout.max_model_len
+    if config.has_rollouts and setting != "teacher.path" and limit is not None and limit < needed:
+        raise ConfigError(
+            f"rollout.max_model_len={needed} is more than {setting}={path} has positions for, {limit} in its "
+            f"config.json; set rollout.max_model_len={limit} or less"
+        )
+
+
+def _refuse_other_ids(config: Config, setting: str, path: str, own: PreTrainedConfig, policy: PreTrainedConfig) -> None:
+    """Raise `ConfigError` if ids of the policy are none, or other tokens, in a model that reads its rows."""
+    size, needed = own.get_text_config().vocab_size, policy.get_text_config().vocab_size
+    ids = vocabulary(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
+    refuse_outside(setting, path, size, ids)
+    if setting == "model.path":
+        if ids is None:
+            raise ConfigError(f"model.path={path} has no tokenizer; save that of the model there (`save_pretrained`)")
+        return
+    # Larger models of a family pad the vocabulary further. A reference must have the same, for a KL over the same ids.
+    is_padded = ids is not None and setting != "model.reference_path" and size > max(ids.values())
+    if size != needed and not (is_padded and (size > needed or setting == "teacher.path")):
+        raise ConfigError(
+            f"{setting}={path} has {size} ids, model.path={config.model.path} {needed}; set {setting} to a model with "
+            "the policy's tokenizer and vocab_size"
+        )
+    if ids is not None:
+        refuse_other_tokenizer(config, setting, path)
+
+
+def refuse_outside(setting: str, path: str, size: int, ids: Mapping[str, int] | None) -> None:
+    """Raise `ConfigError` if a tokenizer has ids for which the model has no embedding. size: their number there."""
+    if ids is None or max(ids.values()) < size:
+        return
+    beyond = sorted(token for token, number in ids.items() if number >= size)
+    raise ConfigError(
+        f"{setting}={path}: the tokenizer has {len(beyond)} ids beyond the {size} of the model, such as {beyond[0]!r} "
+        f"with id {ids[beyond[0]]}; set {setting} to a model with its own tokenizer, or give the model more ids "
+        f"(`model.resize_token_embeddings({max(ids.values()) + 1})`)"
+    )
+
+
+def _refuse_unfit_reward_model(settings: Mapping[str, Any]) -> None:
+    path = str(settings["path"])
+    source = {"setting": "reward.settings.model.path", "trust_remote_code": bool(settings.get("trust_remote_code"))}
+    own = read_config(path, **source)
+    refuse_labels(own, f"reward.settings.model.path={path}")
+    stored_model(REWARD_MODEL, path, own, **source)
+    refuse_outside("reward.settings.model.path", path, own.get_text_config().vocab_size, vocabulary(path, **source))
