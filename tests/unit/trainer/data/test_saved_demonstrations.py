@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,3 +143,33 @@ def test_ids_that_the_student_lacks_are_refused(run: Path) -> None:
 def test_a_place_without_rollouts_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no saved rollouts .looked for .jsonl files in"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda rollout: rollout.update(group_id=2**80), "no 64-bit integer"),
+        (lambda rollout: rollout.update(rollout_id=-(2**80)), "no 64-bit integer"),
+        (lambda rollout: rollout["calls"][0].update(version_spans=[[2**80, 0, 2]]), "32-bit integers"),
+        (lambda rollout: rollout["calls"][0].update(version_spans=[["4" * 5000, 0, 2]]), "32-bit integers"),
+    ],
+)
+def test_numbers_that_no_batch_holds_are_refused_by_file_and_line(
+    run: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    path = run / "rollouts" / "step-000002.jsonl"
+    first, second = map(json.loads, path.read_text().splitlines())
+    change(second)
+    path.write_text("".join(json.dumps(one) + "\n" for one in (first, second)))
+    with pytest.raises(DataError, match=f"{path}:2 .*{said}") as refused:
+        load(run)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_call_without_ids_of_its_own_is_read_or_refused(run: Path) -> None:
+    path = run / "rollouts" / "step-000001.jsonl"
+    first, second = map(json.loads, path.read_text().splitlines())
+    first["calls"][1] = {**first["calls"][1], "own_prompt_ids": [], "sampled_ids": [], "sampled_logprobs": []}
+    path.write_text("".join(json.dumps(one) + "\n" for one in (first, second)))
+    with contextlib.suppress(DataError):
+        load(run)
