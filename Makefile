@@ -25,12 +25,13 @@ TEST_WORKERS ?= 3
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
 AUDIT := .venv-audit
+CUDA_VENV ?= .venv-cuda
 ENVIRONMENTS := .venv-environments
 # Programs of the environment are called by name: ninja by torch, accelerate by scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install environments model train train-zero3 real reproduce test test-unit test-v2 test-slow lint format plot report bench gpu-check docs lock sbom audit clean
+.PHONY: help install environments model train train-zero3 real reproduce test test-unit test-v2 test-slow test-cuda-wheel lint format plot report bench gpu-check docs lock sbom audit clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +82,11 @@ test-v2: install ## Tests of engines with vLLM's V2 model runner, as GPUs use it
 
 test-slow: install ## Tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu" tests $(PYTEST_ARGS)
+
+# The CUDA environment runs the tests itself, so that no other one is needed.
+test-cuda-wheel: ## Tests with the CUDA builds, without a GPU: 10 GB in CUDA_VENV=.venv-cuda, made on first use
+	@ACCELERATOR=cuda VENV=$(CUDA_VENV) bash scripts/install.sh
+	LOCKSTEP_CUDA_PYTHON=$(abspath $(CUDA_VENV)/bin/python) $(CUDA_VENV)/bin/python -m pytest tests/integration/test_cuda_wheel.py $(PYTEST_ARGS)
 
 lint: install ## Style, formatting, English and types, changing nothing
 	$(BIN)/ruff check .

@@ -144,9 +144,9 @@ def nccl_is_new_enough_for_the_transfer_between_processes(directory: Path) -> No
 
 @check
 def the_kernels_load(directory: Path) -> None:
-    from scripts.gpu_checks.environment import KERNELS, _imported
+    from scripts.gpu_checks.environment import _imported, _kernels
 
-    for module in (KERNELS["cuda"], "vllm.cumem_allocator"):  # the second frees memory for a sleeping engine
+    for module in (_kernels("cuda"), "vllm.cumem_allocator"):  # the second frees memory for a sleeping engine
         assert _imported(module) == "loaded", _imported(module)
 
 
@@ -506,7 +506,7 @@ def names_that_the_gpu_checks_read_exist(directory: Path) -> None:
     subject = Subject(directory=directory / "loop", rehearses=False)
     subject.__dict__["saved"] = tiny_model(directory)  # instead of 0.2 B parameters on a GPU
     with pretended_gpu():
-        composed(_settings(subject, 5, 989.0), needs_data=True)
+        composed([f"{name}={value}" for name, value in _settings(subject, "loop", 5).items()], needs_data=True)
 
 
 def main(directory: Path) -> None:

@@ -1,7 +1,8 @@
-"""`.ci/run` on a made-up machine: a PATH of stand-ins that write down how they were called."""
+"""`.ci/run` on a made-up machine, a PATH of stand-ins that write down how they were called; and other workflows."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -52,3 +53,11 @@ def test_a_failing_check_fails_the_run(tmp_path: Path, failing: str, calls: list
     code, found = run(tmp_path, failing=failing)
     assert code != 0
     assert found == calls
+
+
+def test_workflows_call_targets_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    workflows = sorted((ROOT / ".github" / "workflows").iterdir())
+    called = [target for path in workflows for target in re.findall(r"make ([\w-]+)", path.read_text(encoding="utf-8"))]
+    assert "test-cuda-wheel" in called
+    assert [target for target in called if f"\n{target}: " not in makefile] == []
