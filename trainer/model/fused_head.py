@@ -153,7 +153,7 @@ class _FusedLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rounded_to = operand_dtype(hidden_ND, weight_VD)
         tiles = LogitTiles(hidden_ND, weight_VD, bias_V, transform, support, rounded_to)
-        candidates = None if candidate_ids_NE is None else VocabEntries.of_table(candidate_ids_NE)
+        candidates = None if candidate_ids_NE is None else VocabEntries.of_table(candidate_ids_NE).sorted_by(tiles)
         num_candidates = 0 if candidate_ids_NE is None else candidate_ids_NE.shape[1]
         with torch.autocast(hidden_ND.device.type, enabled=False):
             found = _normalize(tiles, target_ids_N, with_entropy, candidates, num_candidates)
@@ -169,7 +169,8 @@ class _FusedLogprobs(torch.autograd.Function):
             found.sum_N,
             logp_NF,
         )
-        ctx.transform, ctx.support, ctx.with_entropy, ctx.rounded_to = transform, support, with_entropy, rounded_to
+        ctx.transform, ctx.rounded_to = transform, rounded_to
+        ctx.support, ctx.with_entropy = tiles.support, with_entropy
         ctx.candidates = candidates
         if not with_entropy:
             ctx.mark_non_differentiable(found.entropy_N)
@@ -234,7 +235,7 @@ def _normalize(
             target_logit[tokens] = torch.where(inside, z_CK.gather(1, column), target_logit[tokens])
             of_tile = None
             if candidates is not None:
-                of_tile, places = candidates.within(tokens, tile)
+                of_tile, places = candidates.within(tiles, tokens, tile)
                 candidate_logit.view(-1)[places] = z_CK[of_tile]
             new_m = torch.maximum(m[tokens], z_CK.amax(1, keepdim=True))
             shift = m[tokens] - new_m
@@ -322,7 +323,7 @@ def _gradients(
                     shift = g_common + g_entropy * entropy_N[tokens, None]
                     dz_CK = log_p_CK.mul_(-g_entropy).sub_(shift).mul_(p_CK)
             if candidates is not None:
-                of_tile, places = candidates.within(tokens, tile)
+                of_tile, places = candidates.within(tiles, tokens, tile)
                 dz_CK[of_tile] = candidate_dz_NE.reshape(-1)[places]
             inside, column = _targets_in(tile, target_ids_N[tokens])
             g_logprob = grad_logprob_N[tokens, None].to(tiles.dtype)

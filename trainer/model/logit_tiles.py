@@ -56,12 +56,14 @@ IDENTITY = LogitTransform()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VocabEntries:
-    """Pairs (token, vocabulary entry), sorted by vocabulary entry so that those of a tile are a slice."""
+    """Pairs (token, vocabulary entry), sorted by (vocabulary tile, token chunk) so that those of each are a slice."""
 
     token_index: torch.Tensor
     vocab_id: torch.Tensor
     place: torch.Tensor
     """Index of each pair in the order in which they were given."""
+    edges: tuple[int, ...] = ()
+    """Where the pairs of each tile and chunk begin, chunks of a tile together, and their end; empty: not sorted yet."""
 
     @classmethod
     def of(cls, csr: tuple[torch.Tensor, torch.Tensor] | None) -> VocabEntries | None:
@@ -69,30 +71,45 @@ class VocabEntries:
         if csr is None:
             return None
         offsets, ids = csr
-        return cls._sorted(torch.arange(len(offsets) - 1, device=ids.device).repeat_interleave(offsets.diff()), ids)
+        token_index = torch.arange(len(offsets) - 1, device=ids.device)
+        return cls._of(token_index.repeat_interleave(offsets.diff(), output_size=len(ids)), ids)
 
     @classmethod
     def of_table(cls, ids_NE: torch.Tensor) -> VocabEntries:
         """Make the pairs of a table with the same number of entries for every token."""
         num_tokens, width = ids_NE.shape
-        return cls._sorted(torch.arange(num_tokens, device=ids_NE.device).repeat_interleave(width), ids_NE.flatten())
+        token_index = torch.arange(num_tokens, device=ids_NE.device)
+        return cls._of(token_index.repeat_interleave(width), ids_NE.flatten())
 
     @classmethod
-    def _sorted(cls, token_index: torch.Tensor, ids: torch.Tensor) -> VocabEntries:
-        vocab_id, order = ids.long().sort(stable=True)
-        return cls(token_index=token_index[order], vocab_id=vocab_id, place=order)
+    def _of(cls, token_index: torch.Tensor, ids: torch.Tensor) -> VocabEntries:
+        return cls(token_index=token_index, vocab_id=ids.long(), place=torch.arange(len(ids), device=ids.device))
 
-    def within(self, tokens: slice, tile: slice) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def sorted_by(self, tiles: LogitTiles) -> VocabEntries:
+        """Return the pairs in the order of these tiles and chunks; waits for the device once, for all of them."""
+        if self.edges:
+            return self
+        parts = self.vocab_id // tiles.width * len(tiles.chunks) + self.token_index // tiles.chunk
+        part, order = parts.sort(stable=True)
+        all_parts = torch.arange(len(tiles.tiles) * len(tiles.chunks) + 1, device=part.device)
+        return VocabEntries(
+            token_index=self.token_index[order],
+            vocab_id=self.vocab_id[order],
+            place=self.place[order],
+            edges=tuple(torch.searchsorted(part, all_parts).tolist()),
+        )
+
+    def within(
+        self, tiles: LogitTiles, tokens: slice, tile: slice
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return the index (rows, columns) of the pairs in one (C, K) tile, and their places."""
-        edges = torch.tensor([tile.start, tile.stop], device=self.vocab_id.device)
-        low, high = torch.searchsorted(self.vocab_id, edges).tolist()
-        token_index, vocab_id, place = self.token_index[low:high], self.vocab_id[low:high], self.place[low:high]
-        chosen = (token_index >= tokens.start) & (token_index < tokens.stop)
-        return (token_index[chosen] - tokens.start, vocab_id[chosen] - tile.start), place[chosen]
+        part = tile.start // tiles.width * len(tiles.chunks) + tokens.start // tiles.chunk
+        pairs = slice(self.edges[part], self.edges[part + 1])
+        return (self.token_index[pairs] - tokens.start, self.vocab_id[pairs] - tile.start), self.place[pairs]
 
-    def mask(self, tokens: slice, tile: slice) -> torch.Tensor:
+    def mask(self, tiles: LogitTiles, tokens: slice, tile: slice) -> torch.Tensor:
         """Return the (C, K) bool mask of one tile."""
-        index, places = self.within(tokens, tile)
+        index, places = self.within(tiles, tokens, tile)
         shape = (tokens.stop - tokens.start, tile.stop - tile.start)
         mask = torch.zeros(shape, dtype=torch.bool, device=places.device)
         mask[index] = True
@@ -113,7 +130,7 @@ class LogitTiles:
     ) -> None:
         """rounded_to: dtype to which operands of products are rounded first, as autocast does; or None."""
         self.weight_VD, self.bias_V = weight_VD, bias_V
-        self.transform, self.support = transform, support
+        self.transform = transform
         self.dtype = torch.promote_types(torch.promote_types(hidden_ND.dtype, weight_VD.dtype), torch.float32)
         self.rounded_to = rounded_to
         # GPUs multiply half-precision operands into float32 sums; elsewhere the operands are widened first.
@@ -127,8 +144,9 @@ class LogitTiles:
         self.width = width = min(TILE_K, num_vocab)
         affordable = max(1, int(LOGITS_BUDGET_GIB * 2**30) // (_BUFFERS * self.dtype.itemsize * width))
         num_chunks = max(1, -(-num_tokens // affordable))
-        chunk = max(1, -(-num_tokens // num_chunks))  # equal chunks, so that none is inefficiently short
+        self.chunk = chunk = max(1, -(-num_tokens // num_chunks))  # equal ones, so that none is inefficiently short
         self.chunks = [slice(c, min(c + chunk, num_tokens)) for c in range(0, num_tokens, chunk)]
+        self.support = None if support is None else support.sorted_by(self)
         # Reused: the kernel would map and clear fresh memory for every tile.
         self.buffers = [torch.empty(chunk * width, dtype=self.dtype, device=hidden_ND.device) for _ in range(2)]
 
@@ -164,5 +182,5 @@ class LogitTiles:
         if self.transform.softcap is not None:
             z_CK.tanh_().mul_(self.transform.outer)
         if self.support is not None:
-            z_CK.masked_fill_(~self.support.mask(tokens, tile), EXCLUDED)
+            z_CK.masked_fill_(~self.support.mask(self, tokens, tile), EXCLUDED)
         return z_CK
