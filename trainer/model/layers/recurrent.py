@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lockstep.trainer.batch.packing import PackedBatch
 
@@ -51,6 +52,10 @@ FUNCTIONS = {
 row boundaries, or a cache is used, which the trainer does not have."""
 
 
+_row_lengths = WeakTensorKeyDictionary()
+"""Lengths of the rows of each `seq_idx` in use: from the tensor, every function of every layer would wait for them."""
+
+
 def isolate_rows(model: nn.Module) -> None:
     """Let the recurrent layers of this model, and of others of its module, respect the rows of a pack; idempotent."""
     for module in {sys.modules[type(layer).__module__] for layer in recurrent_layers(model)}:
@@ -72,6 +77,7 @@ def row_arguments(packed: PackedBatch) -> dict[str, torch.Tensor]:
     lengths = packed.cu_seqlens.diff()
     rows = torch.arange(packed.num_rows, dtype=torch.int32, device=lengths.device)
     seq_idx = rows.repeat_interleave(lengths, output_size=packed.num_tokens)[None]
+    _row_lengths[seq_idx] = packed.row_lengths
     return {"seq_idx": seq_idx, "cu_seq_lens_q": packed.cu_seqlens}
 
 
@@ -82,7 +88,7 @@ def _row_by_row(function: Callable[..., Any], sequential: _Sequential) -> Callab
             return function(*args, **kwargs)
         if args[0].is_cuda and find_spec(sequential.package) is not None:
             return function(*args, seq_idx=seq_idx, **kwargs)
-        lengths = seq_idx[0].bincount().tolist()
+        lengths = list(_row_lengths[seq_idx])
         given = {**dict(enumerate(args)), **kwargs}
         parts = {name: given[name].split(lengths, sequential.dim) for name in sequential.arguments}
         outputs = []
