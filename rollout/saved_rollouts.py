@@ -139,7 +139,7 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
         if not isinstance(data[name], kinds) or isinstance(data[name], bool):
             raise TypeError(f"{name} is {data[name]!r:.80}")
     if not all(-(2**63) <= data[name] < 2**63 for name in ("rollout_id", "group_id")):
-        raise ValueError(f"rollout_id {data['rollout_id']} or group_id {data['group_id']} is no 64-bit integer")
+        raise ValueError(f"rollout_id {data['rollout_id']} or group_id {data['group_id']} are not 64-bit integers")
     turn_rewards = data.get("turn_rewards", [])
     if len(turn_rewards) not in (0, len(data["calls"])):
         raise ValueError(f"{len(turn_rewards)} turn_rewards for {len(data['calls'])} calls")

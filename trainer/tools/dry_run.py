@@ -11,6 +11,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
@@ -31,13 +32,13 @@ from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.episode.episode import run_episode
 from lockstep.rollout.episode.rows import rows_from_calls
-from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.records import EngineCall, FinishReason, Rollout, TrainingRow
+from lockstep.rollout.errors import ConfigError, LockstepError
+from lockstep.rollout.records import Cause, EngineCall, FinishReason, Rollout, TrainingRow, at_row
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import make_chat, make_rewards, make_sampling
-from lockstep.trainer.checks.names import scores_groups_alone
+from lockstep.trainer.checks.names import group_wise_rewards, scores_groups_alone
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
@@ -66,13 +67,24 @@ SLOW_REWARDS = {MODEL, *(judge.NAME for judge in JUDGES)}
 ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "target", "ground_truth", "chosen")
 """The first of these in a row is the text of the assistant's turns."""
 PLACEHOLDER = "(the model's answer)"
+NOTHING_SAMPLED = "nothing was sampled, because its prompt fills the context; raise rollout.max_model_len"
 
 
 def dry_run(config: Config) -> None:
     """Check and print everything; a collective.
 
-    Raises the `LockstepError` that the run would raise, and `ConfigError` if the memory plan exceeds the device.
+    Raises `ConfigError` with the message of the error that would end the run, and if a row that it shows cannot be
+    trained, or the memory plan exceeds the device.
     """
+    try:
+        _show(config)
+    except ConfigError:
+        raise
+    except LockstepError as error:
+        raise ConfigError(f"{type(error).__name__}: {error}") from error
+
+
+def _show(config: Config) -> None:
     quiet_third_parties()
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     console = Console(highlight=False, quiet=not distributed.is_main)
@@ -86,8 +98,9 @@ def dry_run(config: Config) -> None:
         refuse_unfit_teacher(config)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
+        heldout = {}
         if config.has_rollouts and config.evaluates:
-            distributed.together(lambda: heldout_data(config, say=run_console.say))
+            heldout = distributed.together(lambda: heldout_data(config, say=run_console.say))
         demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)
         if not config.has_rollouts and config.evaluates:
             tokenized(config.heldout_sets(), config, distributed, chat, say=run_console.say)
@@ -108,9 +121,11 @@ def dry_run(config: Config) -> None:
         available = f"the memory has {distributed.device_memory / GIB:.3g} GiB"
         console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
         texts = TokenTexts(chat.tokenizer)
+        rollouts: list[Rollout] = []
         if prompts:
             console.print(Rule("[bold]the first rows of the data[/bold]", style="dim", align="left"))
-            rollouts, notes = loop.run(preview(config, chat, prompts.take(min(SHOWN_ROWS, len(prompts)))))
+            first = [*prompts.take(min(SHOWN_ROWS, len(prompts))), *(data[0] for data in heldout.values())]
+            rollouts, notes = loop.run(preview(config, chat, first))
             for note in notes:
                 console.print(note, style="italic", markup=False)
             for rollout in rollouts:
@@ -123,8 +138,11 @@ def dry_run(config: Config) -> None:
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
     launcher = program("python") if distributed.world_size == 1 else f"{program('accelerate')} launch ..."
     console.print(Rule(style="dim"))
-    if too_large is not None:
-        raise ConfigError(f"the run does not fit into memory: {too_large}")
+    for warning in unrewarded_answers(rollouts):
+        run_console.warn(warning)
+    problems = [] if too_large is None else [f"the run does not fit into memory: {too_large}"]
+    if problems := [*problems, *untrainable(config, rollouts)]:
+        raise ConfigError("\n".join(problems))
     console.print("All checks passed. To start the run, leave dry_run out:", style="bold")
     console.print(f"{launcher} {shlex.quote(sys.argv[0])} {overrides}", markup=False, soft_wrap=True)
 
@@ -229,7 +247,9 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
             f"Rewards are left out, because {', '.join(config.reward.functions)} would compare rollouts of one row."
         )
         return rollouts, notes
-    rewards = make_rewards(config)
+    on_error = {outcome: "drop" if action == "raise" else action for outcome, action in config.reward.on_error.items()}
+    # Shown first: the verdict names every rollout that failed.
+    rewards = make_rewards(replace(config, reward=replace(config.reward, max_error_rate=1.0, on_error=on_error)))
     if rewards.compares_groups:
         notes.append(
             "Each rollout is a group of its own here, so functions that compare a group may give it no reward."
@@ -238,6 +258,30 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
         return await rewards.score(rollouts), notes
     finally:
         rewards.close()
+
+
+def untrainable(config: Config, rollouts: Sequence[Rollout]) -> list[str]:
+    """Return a sentence per rollout that the run would drop, with the line of the user's code and of the data."""
+    # Alone in its group, a rollout may have no reward of a function that compares.
+    allowed = {None, Cause.UNSCORED} if group_wise_rewards(config) else {None}
+    dropped = [rollout for rollout in rollouts if rollout.dropped_by not in allowed]
+    return [
+        f"a row shown above cannot be trained: {at_row(rollout.error or NOTHING_SAMPLED, rollout.example)}"
+        for rollout in dropped
+    ]
+
+
+def unrewarded_answers(rollouts: Sequence[Rollout]) -> list[str]:
+    """Return a sentence per rollout of a row's own answer whose reward is 0 or less."""
+    return [
+        at_row(
+            f"{answer_of(rollout.example)[1]} scores {rollout.reward:g} as the model's answer: check the environment, "
+            "the reward and data.columns, or answer in the form that the reward reads",
+            rollout.example,
+        )
+        for rollout in rollouts
+        if rollout.rewards and rollout.reward <= 0 and answer_of(rollout.example)[0] != PLACEHOLDER
+    ]
 
 
 def _print_rows(console: Console, rows: Sequence[TrainingRow], texts: TokenTexts) -> None:

@@ -148,8 +148,8 @@ def test_a_place_without_rollouts_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda rollout: rollout.update(group_id=2**80), "no 64-bit integer"),
-        (lambda rollout: rollout.update(rollout_id=-(2**80)), "no 64-bit integer"),
+        (lambda rollout: rollout.update(group_id=2**80), "not 64-bit integers"),
+        (lambda rollout: rollout.update(rollout_id=-(2**80)), "not 64-bit integers"),
         (lambda rollout: rollout["calls"][0].update(version_spans=[[2**80, 0, 2]]), "32-bit integers"),
         (lambda rollout: rollout["calls"][0].update(version_spans=[["4" * 5000, 0, 2]]), "32-bit integers"),
     ],

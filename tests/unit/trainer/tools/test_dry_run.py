@@ -277,7 +277,79 @@ def test_a_demonstration_that_cannot_be_trained_ends_the_dry_run(
     with (tmp_path / "heldout.jsonl").open("a") as file:
         file.write(json.dumps({"messages": [{"role": "assistant", "content": "b", "weight": 0}]}) + "\n")
     done = dried(*conversations)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "heldout.jsonl: 1 of 3 rows" in done.stderr
     assert "line 3: it cannot be trained" in done.stderr
     assert "All checks passed" not in done.stdout
+
+
+FAULTS = """
+def raises(rollout):
+    return float(rollout.example["missing"])
+
+def only_none(rollout):
+    return None
+
+def hopeless(rollout):
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("raises", "KeyError in line 3 of {path}/faults.py: 'missing' (line 5 of {path}/rows.jsonl)"),
+        ("only_none", "no reward function applies to this rollout: each returned None (line 5 of {path}/rows.jsonl)"),
+    ],
+)
+def test_rows_without_a_reward_end_the_dry_run_with_the_lines_of_code_and_data(
+    own: tuple[str, ...], tmp_path: Path, reward: str, said: str
+) -> None:
+    (tmp_path / "faults.py").write_text(FAULTS)
+    done = dried(*own, f"reward.functions=[{tmp_path}/faults.py:{reward}]")
+    assert done.returncode == 2, done.stdout
+    assert "All checks passed" not in done.stdout
+    assert "the first rows of the data" in done.stdout
+    assert done.stderr.count("lockstep: a row shown above cannot be trained: ") == 2, done.stderr
+    assert said.format(path=tmp_path) in done.stderr
+
+
+def test_the_first_row_of_a_held_out_set_is_tried_too(own: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "heldout.jsonl").write_text(json.dumps({"prompt": "x", "answer": "y", "kind": "held out"}) + "\n")
+    (tmp_path / "faults.py").write_text(
+        "def fails(rollout):\n    return 1.0 if rollout.example.get('kind') is None else 1 / 0\n"
+    )
+    done = dried(
+        *own, f"reward.functions=[{tmp_path}/faults.py:fails]", f"data.heldout_path={tmp_path}/heldout.jsonl",
+        "eval.every=5",
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.count("lockstep: a row shown above cannot be trained: ") == 1, done.stderr
+    assert f"ZeroDivisionError in line 2 of {tmp_path}/faults.py" in done.stderr
+    assert f"(line 1 of {tmp_path}/heldout.jsonl)" in done.stderr
+
+
+def test_a_row_whose_own_answer_earns_nothing_is_warned_of(own: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "faults.py").write_text(FAULTS)
+    done = dried(*own, f"reward.functions=[{tmp_path}/faults.py:hopeless]")
+    assert done.returncode == 0, done.stderr
+    said = "! the row's column 'answer' scores 0 as the model's answer: check the environment, the reward"
+    assert done.stdout.count(said) == 2, done.stdout
+    assert dried(*own).stdout.count("scores 0 as") == 0
+
+
+def test_a_template_that_refuses_a_row_ends_the_dry_run(own: tuple[str, ...], tmp_path: Path) -> None:
+    template = tmp_path / "refuses.jinja"
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
+        + TOKENIZER.chat_template
+    )
+    done = dried(*own, f"model.chat_template={template}", "environment.settings.system_prompt=Be brief.")
+    assert done.returncode == 2, done.stdout
+    assert "no system prompt" in done.stderr
+
+
+def test_a_context_beyond_the_model_ends_the_dry_run(own: tuple[str, ...]) -> None:
+    done = dried(*own, "rollout.max_model_len=1000000")
+    assert done.returncode == 2, done.stdout
+    assert "rollout.max_model_len=1000000 is more than model.path" in done.stderr
