@@ -19,6 +19,7 @@ import numpy as np
 
 from lockstep.rewards.outcomes import Verdict
 from lockstep.rollout.records import Rollout
+from lockstep.rollout.system.background_loop import run_coroutine
 from lockstep.rollout.system.deadline import is_async
 
 GROUP_PARAMETER = "rollouts"
@@ -115,7 +116,7 @@ def plain(value: Any) -> Any:
     Awaits the coroutine that a plain function returns, as one that wraps an async function does.
     """
     if inspect.iscoroutine(value):
-        value = asyncio.run(value)
+        value = run_coroutine(value)
     torch = sys.modules.get("torch")  # a function that returns tensors has imported it
     if isinstance(value, np.ndarray | np.generic) or (torch is not None and isinstance(value, torch.Tensor)):
         value = value.tolist()

@@ -9,7 +9,6 @@ interpreter lock: the kernel sends SIGKILL to the group when the last writer of 
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import os
@@ -31,6 +30,7 @@ from lockstep.rewards.resolve import resolve
 from lockstep.rewards.workers.pool import RECEIVED
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.saved_rollouts import from_json
+from lockstep.rollout.system.background_loop import run_coroutine
 from lockstep.rollout.system.deadline import Finished, is_async
 
 ORPHAN_POLL_S = 1.0
@@ -83,7 +83,7 @@ def _run(function: Callable[[], Any]) -> Finished:
     """Call the function on the main thread, where functions that use SIGALRM for their own timeouts work."""
     modules = dict(sys.modules)
     try:
-        value = asyncio.run(function()) if is_async(function) else function()
+        value = run_coroutine(function()) if is_async(function) else function()
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's as well, and are reported
         return Finished(error=error)
     finally:

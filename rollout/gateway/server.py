@@ -6,7 +6,7 @@
 The routes of the first line are the dialects (`rollout/gateway/dialects`): each has its own JSON, and all go through
 the same limits, sessions and record. All but `/health` also exist under `/s/<session>`, which records in a named
 session: `GET /s/<session>/rollout` reads the record, `DELETE /s/<session>` deletes it. The gateway's key opens every
-route, a session's key only its own session, under `/v1`.
+route, a session's key only its own session, under `/v1` and the session's own address.
 
 Covered: loopback by default, a random key, keys compared in constant time, limits for the size, time and number of
 requests, errors without internal details. Not covered: TLS, rate limits, and clients that have the key and overload the
@@ -44,7 +44,7 @@ from lockstep.rollout.gateway.prompt_maker import PromptMaker
 from lockstep.rollout.gateway.request import Offer, SampleRequest, read_json
 from lockstep.rollout.gateway.retries import Retries
 from lockstep.rollout.gateway.session import Session, TurnMark
-from lockstep.rollout.gateway.transfer import errors_as_json, read_body, send
+from lockstep.rollout.gateway.transfer import IS_LAST, errors_as_json, read_body, send
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import to_json
 from lockstep.rollout.system.captured_output import SILENT
@@ -191,6 +191,10 @@ class Gateway:
             await runner.cleanup()
             self._prompts.close()
 
+    def url_of(self, session: Session) -> str:
+        """Return the `base_url` of one session: clients that an agent caches by their URL serve one session only."""
+        return f"{self._address}/s/{session.place}/v1"
+
     def open_session(self, *, sampling: Sampling, seed: int, max_requests: int) -> Session:
         """Open a session with its own key, for one episode. End it with `close_session`."""
         session = Session(
@@ -230,7 +234,9 @@ class Gateway:
         session, name = self._authenticate(request), request.match_info.get("session")
         if session is None:
             return self._anonymous if name is None else self._named_session(name)
-        if name is not None:
+        # A client may outlive the event loop of its episode in some cache, but none of its connections does.
+        request[IS_LAST] = True
+        if name not in (None, session.place):
             raise ApiError("this key opens one session, which is under /v1, not under /s/<session>", status=403)
         return session
 

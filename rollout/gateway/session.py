@@ -92,6 +92,8 @@ class Session:
             any_model: accept every model name; a harness may have a fixed one.
         """
         self.name = name
+        self.place = name or secrets.token_hex(8)
+        """Name in the session's own address (`Gateway.url_of`)."""
         self.key = secrets.token_urlsafe(32)
         self.offered = tuple(offered)
         self.seed = seed

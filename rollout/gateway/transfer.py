@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 TRANSFER_S = 60.0
 """Time for the body of a request, and for the client to read the answer."""
+IS_LAST = web.RequestKey("is_last", bool)
+"""True if the connection of a request ends with its answer."""
 
 
 @web.middleware
@@ -40,6 +42,8 @@ async def read_body(request: web.Request) -> bytes:
 
 async def send(request: web.Request, response: web.StreamResponse) -> None:
     """Write a response. Raises `ConnectionError` if the client has disconnected, or does not read it in time."""
+    if request.get(IS_LAST, False):
+        response.force_close()
     try:
         async with asyncio.timeout(TRANSFER_S):
             await response.prepare(request)

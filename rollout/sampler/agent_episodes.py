@@ -1,7 +1,7 @@
 """Episodes of a user's agent: it talks to the gateway, and the calls recorded there are its rollout.
 
 Covered: an agent that hangs, raises, or makes requests without end costs its own episode and no other. Each agent runs
-in a thread and an event loop of its own, so a blocking call blocks no other episode.
+in a thread and an event loop of its own, so a blocking call blocks no other episode; `shared_loop` gives that up.
 
 Not covered: agents run with your rights, without a sandbox. One that hangs is abandoned, not stopped
 (`rollout/system/deadline.py`); its key is no longer valid.
@@ -10,6 +10,7 @@ Not covered: agents run with your rights, without a sandbox. One that hangs is a
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,11 +22,13 @@ from lockstep.rollout.gateway.server import Gateway
 from lockstep.rollout.gateway.session import CONTEXT_FULL, TOO_MANY_REQUESTS
 from lockstep.rollout.records import Rollout, RolloutStatus
 from lockstep.rollout.sampler.ending import ending
-from lockstep.rollout.system.deadline import DeadlineExceeded, call_with_deadline, is_async
+from lockstep.rollout.system.background_loop import shared_loop
+from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, call_with_deadline, is_async
 
 GRACE_S = 1.0
 """Time for an async agent, canceled at its deadline, to clean up before its thread is abandoned."""
 
+_OTHER_LOOP = re.compile(r"Event loop is closed|different (event )?loop")
 _LIMITS = {CONTEXT_FULL: RolloutStatus.CONTEXT_FULL, TOO_MANY_REQUESTS: RolloutStatus.MAX_TURNS}
 
 
@@ -56,18 +59,17 @@ async def run_agent_episode(
     try:
         async with slots:
             started = time.perf_counter()
-            finished = await call_with_deadline(
-                _in_own_loop(environment.function, environment.timeout_s),
-                gateway.base_url,
-                session.key,
-                dict(example),
-                timeout_s=environment.timeout_s + GRACE_S,
-            )
+            finished = await _run(environment, gateway.url_of(session), session.key, dict(example))
     finally:
         gateway.close_session(session)
     limit = _LIMITS.get(session.refusal or "")
     calls = session.calls
     status, error = ending("the agent", error=finished.error, failure=session.failure, limit=limit, calls=calls)
+    if status is RolloutStatus.FAILED and error and _met_another_loop(finished.error):
+        error = (
+            f"{error} (it used a client of another episode's event loop: make clients inside the agent, or set "
+            "environment.settings.shared_loop=true)"
+        )
     if status is RolloutStatus.COMPLETED and not calls:
         status, error = RolloutStatus.FAILED, "the agent made no request; it must call the base_url that it is given"
     outcome: dict[str, Any] = {}
@@ -89,6 +91,14 @@ async def run_agent_episode(
     )
 
 
+async def _run(environment: AgentEnvironment, *arguments: Any) -> Finished:
+    agent, limit_s = environment.function, environment.timeout_s
+    if environment.shared_loop:
+        call = call_with_deadline(agent, *arguments, timeout_s=limit_s)
+        return await asyncio.wrap_future(shared_loop().submit(call))
+    return await call_with_deadline(_in_own_loop(agent, limit_s), *arguments, timeout_s=limit_s + GRACE_S)
+
+
 def _in_own_loop(agent: Callable[..., Any], timeout_s: float) -> Callable[..., Any]:
     """Return the agent as a plain function, to be run in a thread."""
     if not is_async(agent):
@@ -104,3 +114,14 @@ def _in_own_loop(agent: Callable[..., Any], timeout_s: float) -> Callable[..., A
             raise error
 
     return lambda *arguments: asyncio.run(in_time(*arguments))
+
+
+def _met_another_loop(error: BaseException | None) -> bool:
+    """Return True if the error, or one that led to it, is asyncio's about an object of another event loop."""
+    met: set[BaseException] = set()
+    while error is not None and error not in met:
+        if isinstance(error, RuntimeError) and _OTHER_LOOP.search(str(error)):
+            return True
+        met.add(error)
+        error = error.__cause__ or error.__context__
+    return False

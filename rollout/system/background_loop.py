@@ -1,14 +1,17 @@
-"""An asyncio event loop in a daemon thread, shared by engines and episodes.
+"""Event loops that last: one in a daemon thread for engines and episodes, and those for coroutines of user functions.
 
 vLLM's client binds its sockets to the loop of its first call, so everything that uses the engine must run in one loop.
+Clients that users keep between calls do the same: `asyncio.run` for each call would leave them in a closed loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -48,17 +51,10 @@ class BackgroundLoop:
         """Cancel all tasks and end the thread. Closing twice is allowed."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         self._loop.close()
-
-    @staticmethod
-    async def _cancel_all() -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     def __enter__(self) -> BackgroundLoop:
         return self
@@ -66,3 +62,50 @@ class BackgroundLoop:
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         if failure is not KeyboardInterrupt:  # after which the process ends, and a start of an engine blocks the loop
             self.close()
+
+
+@functools.cache
+def shared_loop() -> BackgroundLoop:
+    """Return the loop of this process for user functions."""
+    return BackgroundLoop()
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of a user function and return its result, always in the same loop of the main or another thread.
+
+    In the main thread it runs there, where it may set signal handlers, and tasks that it leaves behind are canceled.
+    """
+    if threading.current_thread() is threading.main_thread():
+        runner = _main_runner()
+        try:
+            return runner.run(coroutine)
+        finally:
+            runner.run(_cancel_all())
+    outcome = shared_loop().run(_caught(coroutine))
+    if isinstance(outcome, _Raised):
+        raise outcome.error
+    return outcome
+
+
+@functools.cache
+def _main_runner() -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    error: BaseException
+
+
+async def _caught(coroutine: Coroutine[Any, Any, T]) -> T | _Raised:
+    try:
+        return await coroutine
+    except BaseException as error:  # SystemExit in a task would end the loop
+        return _Raised(error)
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -32,7 +32,7 @@ from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Message
 from lockstep.rollout.replies import read_number
-from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.background_loop import shared_loop
 
 INPUT_COLUMNS = ("answer", "info", "task", "example_id")
 
@@ -76,7 +76,8 @@ class VerifiersEnvironment(AgentEnvironment):
 
     def _play(self, base_url: str, api_key: str, example: Mapping[str, Any]) -> Mapping[str, Any]:
         """Run one rollout as an agent: block this thread while the package works in its own loop."""
-        return _loop().run(_rollout(self._environment, base_url, api_key, example), timeout=self.timeout_s)
+        # The package's environments keep locks and clients between rollouts.
+        return shared_loop().run(_rollout(self._environment, base_url, api_key, example), timeout=self.timeout_s)
 
 
 def evaluation_rows(env_id: str | None = None, *, args: Mapping[str, Any] | None = None, **limits: Any) -> Any:
@@ -138,12 +139,6 @@ def _load(env_id: str, args: str) -> Any:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-@functools.cache
-def _loop() -> BackgroundLoop:
-    """Return the loop of all rollouts; the package's environments keep locks and clients between rollouts."""
-    return BackgroundLoop()
 
 
 async def _rollout(environment: Any, base_url: str, api_key: str, example: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from lockstep.rollout.errors import ConfigError, EngineError
 from lockstep.rollout.gateway.server import GatewaySettings
 from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
-from tests.fixtures.gateway import ScriptedEngine, says
+from tests.fixtures.gateway import ScriptedEngine, running, says
 from tests.fixtures.tokenizers import chat_tokenizer
 
 QWEN = chat_tokenizer("qwen3")
@@ -142,6 +143,92 @@ async def test_two_kinds_of_agents_share_one_gateway_with_limits_of_their_own(mo
     assert [rollout.error for rollout in rollouts] == [None] * 8
     assert most["agent"] == 1
     assert most["other"] > 1
+
+
+def agent_of_kept_client(kept: str) -> Any:
+    """Return an agent that keeps a client between episodes: connections by URL, as `ChatOpenAI`, or in general, or
+    connections and key by URL."""
+
+    @functools.cache
+    def connections(url: str) -> Any:
+        return openai.DefaultAsyncHttpxClient()
+
+    def client(base_url: str, api_key: str) -> openai.AsyncOpenAI:
+        http = connections(base_url if kept == "by URL" else "")
+        return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, http_client=http)
+
+    by_url: dict[str, openai.AsyncOpenAI] = {}
+
+    async def agent(base_url: str, api_key: str, example: dict[str, Any]) -> None:
+        if kept == "with its key":
+            by_url.setdefault(base_url, openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0))
+        asking = by_url.get(base_url) or client(base_url, api_key)
+        for _ in range(2):
+            await asking.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+    return agent
+
+
+@pytest.mark.parametrize(
+    ("kept", "settings"),
+    [
+        ("by URL", {}),
+        ("with its key", {}),
+        ("in general", {"max_concurrent": 1}),
+        ("by URL", {"shared_loop": True}),
+        ("with its key", {"shared_loop": True}),
+        ("in general", {"shared_loop": True}),
+    ],
+)
+async def test_an_agent_may_keep_its_client_between_episodes(kept, settings):
+    sampler = Sampler(
+        engine=engine_saying("fine<|im_end|>"),
+        chat=CHAT,
+        make_environment=partial(make_environment, "agent", agent=agent_of_kept_client(kept), **settings),
+        max_turns=2,
+        seed=5,
+    )
+    sampling = Sampling(max_tokens=64, stop_token_ids=CHAT.stop_token_ids)
+    async with sampler.open(sampling) as run:
+        for update in range(3):
+            rollouts = await sampler.collect([{}] * 2, samples_per_prompt=4, sampling=sampling, step=update, run=run)
+            assert [rollout.error for rollout in rollouts] == [None] * 8
+            assert [len(rollout.calls) for rollout in rollouts] == [2] * 8
+
+
+async def test_a_client_of_another_loop_is_named_with_the_setting_that_helps():
+    """A judge that an agent asks has one URL, and connections that stay open."""
+    lasting = openai.AsyncOpenAI(base_url="http://x/v1", api_key="x", max_retries=0)
+
+    async def agent(base_url: str, api_key: str, example: dict[str, Any]) -> None:
+        nonlocal lasting
+        await two_turns(base_url, api_key, example)
+        await lasting.with_options(base_url=example["judge"]).models.list()
+
+    async with running(QWEN, "fine<|im_end|>") as judge:
+        for settings, is_lost in (({}, True), ({"shared_loop": True}, False)):
+            lasting = openai.AsyncOpenAI(base_url="http://x/v1", api_key=judge.gateway.api_key, max_retries=0)
+            sampler = Sampler(
+                engine=engine_saying("fine<|im_end|>"),
+                chat=CHAT,
+                make_environment=partial(make_environment, "agent", agent=agent, max_concurrent=1, **settings),
+                max_turns=2,
+                seed=5,
+            )
+            rollouts = await sampler.collect(
+                [{"question": "a", "judge": judge.gateway.base_url}],
+                samples_per_prompt=4,
+                sampling=Sampling(max_tokens=64, stop_token_ids=CHAT.stop_token_ids),
+                step=0,
+            )
+            errors = [rollout.error for rollout in rollouts if rollout.error]
+            assert bool(errors) is is_lost
+            assert all("set environment.settings.shared_loop=true" in error for error in errors)
+
+
+def test_a_plain_function_has_no_loop_to_share():
+    with pytest.raises(ConfigError, match="leave shared_loop out"):
+        make_environment("agent", agent=blocking, shared_loop=True)
 
 
 @pytest.mark.parametrize("agent", [blocking, blocking_in_async])
