@@ -70,6 +70,7 @@ async def complete(
             conversation=conversation.then(message),
             order=(number, index),
             num_instructions=request.num_instructions,
+            must_call=request.must_call,
             stop=stop,
         )
         for index, (call, message, stop) in enumerate(read)

@@ -31,6 +31,8 @@ class SampleRequest:
     sampling: Sampling
     """Settings of the run. `max_tokens` is the lower one of the run's and the client's, and stop ids may be added."""
     num_choices: int = 1
+    must_call: bool = False
+    """The client asked for a call of a tool. It is sampled as any answer, with or without a call, and counted."""
     one_call: bool = False
     """End each answer with its first tool call."""
     stop_strings: tuple[str, ...] = ()

@@ -386,7 +386,7 @@ class Gateway:
             calls=session.calls,
             messages=session.last_conversation,
             call_messages=session.call_messages,
-            outcome={f"prompts_{kind}": count for kind, count in session.prompts.items()},
+            outcome=session.facts,
         )
         return web.json_response(to_json(rollout))
 

@@ -42,6 +42,8 @@ class Answer:
     """Number of the request in its session, and of the choice in the request."""
     num_instructions: int = 0
     """See `SampleRequest.num_instructions`."""
+    must_call: bool = False
+    """See `SampleRequest.must_call`."""
     stop: str | None = None
     """The stop string that ended the answer."""
     name: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -126,6 +128,13 @@ class Session:
     def calls(self) -> tuple[EngineCall, ...]:
         """Calls in the order of their requests."""
         return tuple(answer.call for answer in self._in_order())
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Prompts by kind, and the answers that were asked to call a tool, for the outcome of a rollout."""
+        asked = sum(answer.must_call for answer in self._answers)
+        prompts = {f"prompts_{kind}": count for kind, count in self.prompts.items()}
+        return {**prompts, **({"unforced_calls": asked} if asked else {})}
 
     @property
     def last_conversation(self) -> tuple[Message, ...]:

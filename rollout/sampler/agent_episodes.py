@@ -85,7 +85,7 @@ async def run_agent_episode(
         call_messages=session.call_messages,
         example=example,
         status=status,
-        outcome={**outcome, **{f"prompts_{kind}": n for kind, n in session.prompts.items()}},
+        outcome={**outcome, **session.facts},
         error=error,
         duration_s=time.perf_counter() - started,
     )

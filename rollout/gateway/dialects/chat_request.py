@@ -8,13 +8,13 @@ from typing import Any
 from lockstep.rollout.gateway.dialects.fields import (
     DISTRIBUTION,
     FieldTable,
-    check_tool_choice,
     read_flag,
     read_integer,
     read_sampling,
     read_seed,
     read_stop_ids,
     read_stop_strings,
+    read_tool_choice,
 )
 from lockstep.rollout.gateway.errors import checked, not_supported
 from lockstep.rollout.gateway.messages import read_last_ids, read_tools
@@ -52,7 +52,6 @@ def read_chat_request(body: Mapping[str, Any], offer: Offer) -> SampleRequest:
         stop_ids=read_stop_ids(body, offer.vocab_size),
     )
     tools = read_tools(body.get("tools"))
-    check_tool_choice(body.get("tool_choice"), tools)
     if read_integer(body, "top_logprobs", default=0, low=0, high=20):
         raise not_supported(
             "top_logprobs",
@@ -66,6 +65,7 @@ def read_chat_request(body: Mapping[str, Any], offer: Offer) -> SampleRequest:
         mark=TurnMark(sampled_ids=read_last_ids(body["messages"])),
         sampling=sampling,
         num_choices=read_integer(body, "n", default=1, low=1, high=MAX_CHOICES),
+        must_call=read_tool_choice(body.get("tool_choice"), tools),
         one_call=not read_flag(body, "parallel_tool_calls", default=True),
         stop_strings=read_stop_strings(body, "stop"),
         seed=read_seed(body),

@@ -7,7 +7,9 @@ be a second source of truth.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
 from lockstep.rollout.gateway.messages import read_function
+
+logger = logging.getLogger(__name__)
 
 MAX_STOPS = 4
 MAX_STOP_IDS = 64
@@ -87,15 +91,45 @@ def read_sampling(
     return replace(sampling, max_tokens=min(sampling.max_tokens, *numbers), stop_token_ids=stops)
 
 
-def check_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `ApiError` (400) unless the model may choose between a call and an answer."""
+def read_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the client asks for a call, of any tool or of one. Logs a warning the first time: an answer that
+    is forced would not be sampled from the model's own distribution, so the model still chooses.
+
+    Raises `ApiError` (400) for other choices than these and `auto`, and for a call of a tool that is not there.
+    """
     if value is None or value == "auto" or (value == "none" and not tools):
-        return
+        return False
     if value == "none":
         raise not_supported("tool_choice", why="found 'none' beside tools; leave out the tools that must not be called")
-    raise not_supported(
-        "tool_choice",
-        why=f"found {quoted(value)}, expected 'auto': a forced call is not sampled from the model's own distribution",
+    names = [tool["function"]["name"] for tool in tools]
+    if value == "required" and names:
+        _warn_of_choice("required")
+        return True
+    name = _named(value)
+    if name not in names:
+        listed = ", ".join(map(quoted, names)) or "none"
+        raise not_supported(
+            "tool_choice",
+            why=f"found {quoted(value)}, expected 'auto', 'required' or one function of those in `tools` ({listed})",
+        )
+    _warn_of_choice("a function")
+    return True
+
+
+def _named(choice: Any) -> Any:
+    """Return the name of the function in a choice of chat completions or Responses; None if there is none."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        return None
+    inner = choice.get("function")
+    return inner.get("name") if isinstance(inner, dict) else choice.get("name")
+
+
+@functools.cache
+def _warn_of_choice(asked: str) -> None:
+    logger.warning(
+        "gateway: an agent asks for calls (tool_choice is %s), which are not forced: the model may answer without one. "
+        "environment/unforced_calls counts these answers",
+        asked,
     )
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from lockstep.rollout.gateway.dialects.fields import (
     DISTRIBUTION,
     FieldTable,
-    check_tool_choice,
     function_tool,
     read_flag,
     read_sampling,
     read_stop_strings,
+    read_tool_choice,
 )
 from lockstep.rollout.gateway.dialects.turn import Recorded, Turn, function_call
 from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
@@ -46,7 +46,8 @@ def read_message_request(body: Mapping[str, Any], offer: Offer) -> SampleRequest
         raise ApiError("max_tokens: field required; expected an integer", param="max_tokens")
     sampling = read_sampling(body, offer.sampling, limits=("max_tokens",))
     tools = _tools(body.get("tools"))
-    one_call = _read_tool_choice(body.get("tool_choice"), tools)
+    choice = {} if body.get("tool_choice") is None else body["tool_choice"]
+    checked(choice, dict, "tool_choice", expected="an object with a type")
     _check_thinking(body.get("thinking"))
     _check_output(body.get("output_config"))
     transcript = Transcript(offer.session)
@@ -65,7 +66,8 @@ def read_message_request(body: Mapping[str, Any], offer: Offer) -> SampleRequest
         conversation=offer.session.prefixes.read(transcript.messages, tools),
         mark=TurnMark(sampled_ids=read_last_ids(messages), name=transcript.last_name),
         sampling=sampling,
-        one_call=one_call,
+        must_call=read_tool_choice(_as_in_chat(choice), tools),
+        one_call=read_flag(choice, "disable_parallel_tool_use"),
         stop_strings=read_stop_strings(body, "stop_sequences"),
         stream=read_flag(body, "stream"),
     )
@@ -184,11 +186,12 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     return function_tool(tool, where, schema="input_schema")
 
 
-def _read_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if each answer may have one call only. Raises `ApiError` (400) for a forced call."""
-    choice = {} if value is None else checked(value, dict, "tool_choice", expected="an object with a type")
-    check_tool_choice(choice.get("type"), tools)
-    return read_flag(choice, "disable_parallel_tool_use")
+def _as_in_chat(choice: Mapping[str, Any]) -> Any:
+    """Return a tool choice in the words of chat completions."""
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "name": choice.get("name")}
+    return "required" if kind == "any" else kind
 
 
 def _check_thinking(value: Any) -> None:

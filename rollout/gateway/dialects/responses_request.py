@@ -9,11 +9,11 @@ from typing import Any
 from lockstep.rollout.gateway.dialects.fields import (
     DISTRIBUTION,
     FieldTable,
-    check_tool_choice,
     function_tool,
     read_flag,
     read_integer,
     read_sampling,
+    read_tool_choice,
 )
 from lockstep.rollout.gateway.dialects.responses_items import Transcript, add_input
 from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
@@ -45,7 +45,6 @@ def read_response_request(body: Mapping[str, Any], offer: Offer) -> SampleReques
     FIELDS.check(body)
     sampling = read_sampling(body, offer.sampling, limits=("max_output_tokens",))
     tools = _tools(body.get("tools"))
-    check_tool_choice(body.get("tool_choice"), tools)
     _check_text(body.get("text"))
     _check_reasoning(body.get("reasoning"))
     if read_integer(body, "top_logprobs", default=0, low=0, high=20):
@@ -67,6 +66,7 @@ def read_response_request(body: Mapping[str, Any], offer: Offer) -> SampleReques
         mark=TurnMark(name=transcript.last_name),
         num_instructions=int(instructions is not None),
         sampling=sampling,
+        must_call=read_tool_choice(body.get("tool_choice"), tools),
         one_call=not read_flag(body, "parallel_tool_calls", default=True),
         wants_logprobs=LOGPROBS in include,
         stream=read_flag(body, "stream"),

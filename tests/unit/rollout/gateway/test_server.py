@@ -144,7 +144,7 @@ async def test_stop_token_ids_and_a_lower_limit_reach_the_engine():
         ({"logit_bias": {"5": 1}}, ("logit_bias", "{}")),
         ({"extra_body": {"repetition_penalty": 1.1}}, ("repetition_penalty", "1")),
         ({"response_format": {"type": "json_object"}}, ("response_format", "text")),
-        ({"tools": TOOLS, "tool_choice": "required"}, ("tool_choice", "auto")),
+        ({"tools": TOOLS, "tool_choice": "none"}, ("tool_choice", "leave out")),
         ({"extra_body": {"prompt_token_ids": [1, 2]}}, ("prompt_token_ids", "messages")),
         ({"extra_body": {"required_prefix_token_ids": [1, 2]}}, ("required_prefix_token_ids", "messages")),
         ({"extra_body": {"chat_template": "x"}}, ("chat_template", "unrecognized")),

@@ -356,6 +356,22 @@ async def test_a_template_that_drops_the_tools_ends_the_batch_even_if_agents_cat
     assert rollout.status is RolloutStatus.COMPLETED
 
 
+async def test_an_agent_that_asks_for_calls_gets_what_the_model_samples():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+    async def agent(base_url: str, api_key: str, example: dict[str, Any]) -> None:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for choice in ("required", {"type": "function", "function": {"name": "f"}}, "auto"):
+                options: Any = {"tools": [tool], "tool_choice": choice}
+                answer = await client.chat.completions.create(model="m", messages=messages, **options)
+                messages += [answer.choices[0].message, {"role": "user", "content": "again"}]
+
+    (rollout,) = await collect(agent, engine_saying("fine<|im_end|>"))
+    assert rollout.error is None
+    assert rollout.outcome == {"prompts_root": 1, "prompts_extended": 2, "unforced_calls": 2}
+
+
 async def test_an_outcome_that_is_not_a_mapping_fails_the_rollout():
     async def agent(base_url, api_key, example):
         await two_turns(base_url, api_key, example)

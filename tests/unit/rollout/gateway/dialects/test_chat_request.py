@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.gateway.dialects import fields as gateway_fields
 from lockstep.rollout.gateway.dialects.chat_request import read_chat_request
 from lockstep.rollout.gateway.errors import ApiError
 from lockstep.rollout.gateway.request import SampleRequest
@@ -43,6 +44,16 @@ def test_null_is_the_same_as_a_field_that_is_left_out():
     fields = ("tools", "tool_choice", "n", "stream", "stream_options", "stop", "stop_token_ids", "max_tokens", "seed")
     fields += ("logprobs", "temperature", "logit_bias", "chat_template")
     assert read(**dict.fromkeys(fields)) == read()
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_call_that_is_asked_for_is_marked_and_said_once(choice, caplog):
+    gateway_fields._warn_of_choice.cache_clear()
+    for _ in range(2):
+        assert read(tools=[TOOL], tool_choice=choice).must_call
+    (record,) = caplog.records
+    assert "environment/unforced_calls" in record.getMessage()
+    assert not read(tools=[TOOL], tool_choice="auto").must_call
 
 
 def test_settings_without_an_effect_are_accepted():
@@ -87,6 +98,10 @@ def test_fields_reach_the_request():
         ({"stop_token_ids": [10]}, "stop_token_ids", "invalid_type"),
         ({"stop_token_ids": [True]}, "stop_token_ids", "invalid_type"),
         ({"tool_choice": "none", "tools": [TOOL]}, "tool_choice", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice", None),
+        ({"tool_choice": {"type": "function", "function": []}, "tools": [TOOL]}, "tool_choice", None),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": [TOOL]}, "tool_choice", None),
         ({"tools": {}}, "tools", "invalid_type"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "unsupported_parameter"),
         ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function", "invalid_type"),

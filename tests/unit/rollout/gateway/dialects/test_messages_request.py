@@ -74,6 +74,12 @@ def test_fields_reach_the_request():
     assert tool["function"] == {"name": "f", "parameters": {"type": "object"}}
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
+def test_a_call_that_is_asked_for_is_marked(choice):
+    assert read(tools=[TOOL], tool_choice=choice).must_call
+    assert not read(tools=[TOOL], tool_choice={"type": "auto"}).must_call
+
+
 def test_settings_without_an_effect_are_accepted():
     neutral = {"thinking": {"type": "adaptive"}, "output_config": {"effort": None}, "metadata": {"user_id": "u"}}
     assert read(**neutral, service_tier="auto", speed="standard", tool_choice={"type": "none"}) == read()
@@ -114,7 +120,9 @@ def test_settings_without_an_effect_are_accepted():
         ({"tools": {}}, ("tools", "a list")),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, ("tools[0].type", "runs no tools")),
         ({"tools": [{"name": "f", "input_schema": []}]}, ("tools[0].input_schema", "a JSON schema")),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, ("tool_choice", "auto")),
+        ({"tool_choice": {"type": "any"}}, ("tool_choice", "auto")),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, ("tool_choice", "('f')")),
+        ({"tools": [TOOL], "tool_choice": {"type": "sometimes"}}, ("tool_choice", "auto")),
         ({"tools": [TOOL], "tool_choice": {"type": "none"}}, ("tool_choice", "leave out the tools")),
         ({"tool_choice": "auto"}, ("tool_choice", "an object")),
         ({"tool_choice": {"disable_parallel_tool_use": 1}}, ("disable_parallel_tool_use", "true or false")),

@@ -117,6 +117,12 @@ def test_fields_reach_the_request():
     assert (request.sampling.max_tokens, request.one_call, request.stream, request.wants_logprobs) == (5,) + (True,) * 3
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
+def test_a_call_that_is_asked_for_is_marked(choice):
+    assert read(tools=[TOOL], tool_choice=choice).must_call
+    assert not read(tools=[TOOL], tool_choice="auto").must_call
+
+
 def test_settings_without_an_effect_are_accepted():
     neutral = {
         "background": False,
@@ -169,8 +175,9 @@ def test_settings_without_an_effect_are_accepted():
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "letters"),
         ({"tools": [{**TOOL, "parameters": {"maximum": float("inf")}}]}, "tools[0].parameters", "out of range"),
         ({"tools": [TOOL] * 1025}, "tools", "1024"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "auto"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "auto"),
+        ({"tool_choice": "required"}, "tool_choice", "auto"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "('f')"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "auto"),
         ({"temperature": 0.3}, "temperature", "temperature=1"),
         ({"max_output_tokens": 0}, "max_output_tokens", "between"),
         ({"messages": [USER]}, "messages", "unrecognized"),
