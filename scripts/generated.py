@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def filled(page: str, name: str, lines: Iterable[str]) -> str:
+    """Return a page with these lines between its markers of this name."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, _, rest = page.partition(begin)
+    _, found, after = rest.partition(end)
+    assert found, f"the page lacks the markers of {name}"
+    return before + begin + "\n".join(lines) + "\n" + end + after
 
 
 def main(pages: Mapping[str, Callable[[], str]], description: str) -> int:

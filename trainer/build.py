@@ -39,7 +39,7 @@ def load_policy(config: Config) -> Policy:
         config.model.path,
         dtype="float32",  # master weights; trainer/distributed/distributed.py chooses the mixed precision
         attn_implementation=config.attention,
-        gradient_checkpointing=config.model.gradient_checkpointing,
+        gradient_checkpointing=config.is_checkpointed,
         is_compiled=config.model.compile,
         trust_remote_code=config.model.trust_remote_code,
         compute_dtype=config.model.dtype,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from lockstep.trainer.model.memory_plan import GIB
-from scripts.generated import ROOT, main
+from scripts.generated import ROOT, filled, main
 from scripts.recipes import plan as planning
 from scripts.recipes.declared import RECIPES, Recipe
 from scripts.recipes.plan import Plan, make_plan
@@ -22,11 +22,7 @@ def recipes_page() -> str:
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     plans = [make_plan(recipe) for recipe in RECIPES.values()]
     for name, lines in (("overview", overview()), ("plans", plan_table(plans)), ("recipes", sections(plans))):
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, _, rest = page.partition(begin)
-        _, found, after = rest.partition(end)
-        assert found, f"{PAGE} lacks the markers of {name}"
-        page = before + begin + "\n".join(lines) + "\n" + end + after
+        page = filled(page, name, lines)
     return page
 
 

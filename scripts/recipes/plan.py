@@ -58,9 +58,15 @@ MODELS = {
     "Qwen/Qwen2.5-1.5B-Instruct": QWEN2_5 | _sizes(28, 1536, 8960, 12),
     "Qwen/Qwen2.5-3B-Instruct": QWEN2_5 | _sizes(36, 2048, 11008, 16),
     "Qwen/Qwen3-1.7B-Base": QWEN3 | _sizes(28, 2048, 6144, 16),
+    "Qwen/Qwen2.5-7B-Instruct": QWEN2_5
+    | _sizes(28, 3584, 18944, 28)
+    | {"vocab_size": 152064, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "Qwen/Qwen3-4B": QWEN3 | _sizes(36, 2560, 9728, 32),
+    "Qwen/Qwen3-14B": QWEN3 | _sizes(40, 5120, 17408, 40) | {"tie_word_embeddings": False},
+    "Qwen/Qwen3-32B": QWEN3 | _sizes(64, 5120, 25600, 64) | {"tie_word_embeddings": False},
     "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": QWEN3 | _sizes(28, 1024, 3072, 16),
 }
-"""Sizes in the config.json of the recipes' models, so that a plan needs no network."""
+"""Sizes in the config.json of models, so that a plan needs no network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +167,7 @@ def estimate(recipe: Recipe, config: Config, shape: ModelShape, processes: int) 
     length = assumed.sampled_tokens + assumed.read_tokens
     flops = update_flops(shape, [length]) * rollouts
     # A forward pass is a third of an update: recomputed layers, old logprobs, logprobs of the reference.
-    passes = algorithm.epochs * (1 + config.model.gradient_checkpointing / 3) + (1 + bool(algorithm.kl_coef)) / 3
+    passes = algorithm.epochs * (1 + config.is_checkpointed / 3) + (1 + bool(algorithm.kl_coef)) / 3
     every = config.eval.every
     evaluations = (config.updates // every if every else 0) + config.eval.before_training
     return Hours(

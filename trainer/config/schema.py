@@ -124,6 +124,11 @@ class Config:
         return PACK_TOKENS if self.token_budget is None else self.token_budget
 
     @property
+    def is_checkpointed(self) -> bool:
+        """model.gradient_checkpointing with null resolved, as long as no memory plan has chosen it."""
+        return bool(self.model.gradient_checkpointing)
+
+    @property
     def has_critic(self) -> bool:
         """True if the advantage estimator needs a critic."""
         return advantage_named(self.algorithm.advantage).needs_critic

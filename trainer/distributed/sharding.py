@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,10 @@ class Sharding:
     """Largest number of gradients that DeepSpeed reduces at once."""
     live_parameters: int = 0
     """Largest number of parameters that ZeRO-3 keeps gathered."""
+    offloads_optimizer: bool = False
+    """True if masters, gradients and optimizer state are in main memory."""
+    offloads_weights: bool = False
+    """True if ZeRO-3 keeps its shards of the weights in main memory."""
 
     @classmethod
     def of(cls, *, world_size: int, zero_stage: int, deepspeed_config: MutableMapping[str, Any] | None) -> Sharding:
@@ -38,7 +42,13 @@ class Sharding:
             uses_deepspeed=True,
             reduce_bucket=int(zero[REDUCE]),
             live_parameters=int(zero[LIVE]),
+            offloads_optimizer=_is_offloaded(zero, "offload_optimizer"),
+            offloads_weights=zero_stage == 3 and _is_offloaded(zero, "offload_param"),
         )
+
+
+def _is_offloaded(zero: Mapping[str, Any], name: str) -> bool:
+    return (zero.get(name) or {}).get("device", "none") != "none"
 
 
 def set_buffers(deepspeed_config: MutableMapping[str, Any]) -> None:

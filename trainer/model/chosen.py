@@ -1,14 +1,18 @@
-"""Values of `optimizer.lr` and `token_budget` where they are null: chosen by the model's size and the memory plan."""
+"""Values of `optimizer.lr`, `token_budget` and `model.gradient_checkpointing` where they are null, by the size of the
+model and the memory plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import torch
+
+from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.groups.optimizer_settings import SMALL_MODEL_LR
 from lockstep.trainer.config.schema import PACK_TOKENS, Config
 from lockstep.trainer.distributed.sharding import Sharding
-from lockstep.trainer.model.memory_plan import USABLE, cache_gib, memory_plan
+from lockstep.trainer.model.memory_plan import USABLE, advice, cache_gib, memory_plan
 from lockstep.trainer.model.shape import ModelShape
 
 SMALL_MODEL = 50_000_000
@@ -16,14 +20,24 @@ SMALL_MODEL = 50_000_000
 LARGE_MODEL_LR = 1e-6
 ADAPTER_LR = 1e-5
 """Default for adapters of a model above `SMALL_MODEL`."""
+FULL_SPEED_TOKENS = 4096
+"""Tokens of a pack below which a GPU computes less per pass over weights and gradients than it could [arithmetic: 6
+FLOP per token and weight against about 20 bytes per weight]."""
 
 
 def with_chosen(
-    config: Config, shape: ModelShape, sharding: Sharding, *, available: int, say: Callable[[str], None]
+    config: Config,
+    shape: ModelShape,
+    sharding: Sharding,
+    *,
+    available: int,
+    say: Callable[[str], None],
+    on_gpu: bool | None = None,
 ) -> Config:
-    """Return the configuration without nulls in `optimizer.lr` and `token_budget`.
+    """Return the configuration without nulls in `optimizer.lr`, `token_budget` and `model.gradient_checkpointing`.
 
-    available: bytes of the device. say: receives a sentence for each value that is not the one of small models.
+    available: bytes of the device. say: receives a sentence for each value that is not the one of small models. on_gpu:
+    as in `memory_plan`. Raises `ConfigError` if a value is to be chosen and no choice fits into memory.
     """
     if config.optimizer.lr is None:
         lr = default_lr(config, shape)
@@ -31,12 +45,14 @@ def with_chosen(
         if lr != SMALL_MODEL_LR:
             what = "adapters" if config.model.lora.rank else "all weights"
             say(f"optimizer.lr={lr:g} for {what} of a model of {shape.parameters / 1e6:,.0f} M parameters")
-    if config.token_budget is None:
-        tokens = affordable_tokens(config, shape, sharding, available=available)
-        config = replace(config, token_budget=tokens)
-        if tokens != PACK_TOKENS:
-            say(f"token_budget={tokens}, which the memory plan leaves")
-    return config
+    if config.token_budget is not None and config.model.gradient_checkpointing is not None:
+        return config
+    made = first_that_fits(config, shape, sharding, available=available, on_gpu=on_gpu)
+    if config.token_budget is None and made.token_budget != PACK_TOKENS:
+        say(f"token_budget={made.token_budget}, which the memory plan leaves")
+    if config.model.gradient_checkpointing is None and made.is_checkpointed:
+        say("model.gradient_checkpointing=true, without which the memory plan does not fit")
+    return made
 
 
 def default_lr(config: Config, shape: ModelShape) -> float:
@@ -46,17 +62,45 @@ def default_lr(config: Config, shape: ModelShape) -> float:
     return ADAPTER_LR if config.model.lora.rank else LARGE_MODEL_LR
 
 
-def affordable_tokens(config: Config, shape: ModelShape, sharding: Sharding, *, available: int) -> int:
-    """Return the largest power of two, at most `PACK_TOKENS`, with which the plan takes at most `USABLE` of the memory.
+def first_that_fits(
+    config: Config, shape: ModelShape, sharding: Sharding, *, available: int, on_gpu: bool | None = None
+) -> Config:
+    """Return the configuration with the fastest values of `choices` with which the plan takes at most `USABLE` of the
+    memory, or else the smallest ones.
 
-    The smallest is the first that holds no row of `rollout.max_model_len` tokens, because less saves nothing. If the
-    engine's cache takes what is left (`rollout.kv_cache_gib=null` on a GPU), it is left as much as the update takes.
+    If the engine's cache takes what is left (`rollout.kv_cache_gib=null` on a GPU), it is left as much as the update
+    takes. Raises `ConfigError` if the smallest ones take more than all of the memory.
     """
-    tokens = PACK_TOKENS
-    while tokens > config.rollout.max_model_len:
-        plan = memory_plan(shape, replace(config, token_budget=tokens), sharding)
-        shares = cache_gib(config) is None and not plan.engine_sleeps
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    for made in choices(config, on_gpu=on_gpu):
+        plan = memory_plan(shape, made, sharding, on_gpu=on_gpu)
+        shares = plan.engine_weights > 0 and cache_gib(made, on_gpu=on_gpu) is None and not plan.engine_sleeps
         if plan.total + (plan.activations + plan.logits) * shares <= USABLE * available:
-            break
-        tokens //= 2
-    return tokens
+            return made
+    problem = advice(plan, made, available=available, zero_stage=sharding.zero_stage)
+    if problem is not None:
+        with_it = " and gradient checkpointing" if made.is_checkpointed else ""
+        raise ConfigError(
+            f"the run does not fit into memory: with {made.pack_tokens} tokens per pack{with_it} {problem}. "
+            f"{plan.table()}. To try it nevertheless, set token_budget={made.pack_tokens} "
+            f"model.gradient_checkpointing={str(made.is_checkpointed).lower()}"
+        )
+    return made
+
+
+def choices(config: Config, *, on_gpu: bool) -> Iterator[Config]:
+    """Yield the configuration with the possible values of its nulls, the fastest first.
+
+    Budgets are powers of two, down to the first that holds no row of `rollout.max_model_len` tokens, because less saves
+    nothing. Checkpointing costs a third of an update; on a GPU, packs below `FULL_SPEED_TOKENS` cost more.
+    """
+    budgets = [PACK_TOKENS] if config.token_budget is None else [config.token_budget]
+    while config.token_budget is None and budgets[-1] > config.rollout.max_model_len:
+        budgets.append(budgets[-1] // 2)
+    given = config.model.gradient_checkpointing
+    for is_checkpointed in (False, True) if given is None else (given,):
+        for tokens in budgets:
+            if given is None and on_gpu and not is_checkpointed and tokens < min(FULL_SPEED_TOKENS, budgets[0]):
+                continue
+            model = replace(config.model, gradient_checkpointing=is_checkpointed)
+            yield replace(config, token_budget=tokens, model=model)

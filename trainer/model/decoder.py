@@ -55,7 +55,7 @@ class DecoderSetup(TypedDict, total=False):
 def decoder_setup(config: Config) -> DecoderSetup:
     return {
         "attn_implementation": config.attention,
-        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "gradient_checkpointing": config.is_checkpointed,
         "compute_dtype": config.model.dtype,
     }
 

@@ -1,9 +1,9 @@
 """Plan of each rank's memory before a run starts, and the settings to change if it does not fit.
 
 An estimate from shapes and settings. Counted: weights, float32 masters, gradients, optimizer state, activations of one
-full pack, router logits and replayed routes of a mixture of experts, the tile of logits, buffers of collectives and of
-the weight sync, the reference, an average of the policy, and on the engine's rank its weights, KV cache and workspace;
-on a CPU, the programs themselves.
+full pack, router logits and replayed routes of a mixture of experts, the tile of logits and the gradient of the head,
+buffers of collectives and of the weight sync, the reference, an average of the policy, and on the engine's rank its
+weights, KV cache and workspace; on a CPU, the programs themselves. What DeepSpeed offloads is not on the GPU.
 Not counted: a teacher's engine, workspaces of the trainer's kernels, fragmentation, CUDA contexts (about 0.5 GiB per
 process), rows and rollouts in main memory; on a GPU, Python. Accurate within a third.
 """
@@ -30,6 +30,8 @@ USABLE = 0.9
 MIN_CACHE_GIB = 0.25
 CUDA_GRAPHS = GIB // 2
 """Memory of vLLM's CUDA graphs, which it keeps during sleep."""
+SCORED_TOKENS = 1024
+"""Tokens of a batch whose logits vLLM's V2 runner computes at a time if one of its requests is scored."""
 PROGRAM = int(0.6 * GIB)
 """Main memory of a trainer or an engine without a model, measured on the demo, whose model is small."""
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_tf": 8, "adamw_8bit": 2, "muon": 4, "sgd": 4}
@@ -108,13 +110,19 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
     def share(size: float, *, from_stage: int) -> int:
         return int(size / world_size if zero_stage >= from_stage else size)
 
+    is_cast = is_half and not sharding.uses_deepspeed
+    states_here = not (on_gpu and sharding.offloads_optimizer)
+    weights_here = not (on_gpu and sharding.offloads_weights)
     if sharding.uses_deepspeed:
-        weights = share(compute * shape.parameters, from_stage=3)
-        masters = share(FLOAT32 * shape.trained, from_stage=1)
-        gradients = share(FLOAT32 * shape.trained, from_stage=2)
+        weights = share(compute * shape.parameters, from_stage=3) * weights_here
+        masters = share(FLOAT32 * shape.trained, from_stage=1) * states_here
+        gradients = share(FLOAT32 * shape.trained, from_stage=2) * states_here
     else:
-        # Autocast caches a bfloat16 copy of each weight during a forward pass.
-        weights = (FLOAT32 + (BFLOAT16 if is_half else 0)) * shape.parameters
+        # Autocast casts the weights of layers once per forward pass, and backward needs the copies.
+        copies = BFLOAT16 * shape.of_layers if is_cast else 0
+        if config.model.lora.rank and config.is_checkpointed:  # frozen weights are cast again in each layer
+            copies //= shape.layers
+        weights = FLOAT32 * shape.parameters + copies
         masters = 0
         gradients = FLOAT32 * shape.trained * (2 if world_size > 1 else 1)  # DDP has its own buckets
     needs_copy = bool(config.algorithm.kl_coef) and (
@@ -128,29 +136,35 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
     communication = FLOAT32 * sharding.reduce_bucket
     if zero_stage == 3:  # the reduction copies the bucket, or a larger tensor
         communication += FLOAT32 * max(min(sharding.reduce_bucket, shape.trained), shape.largest)
-    live = min(sharding.live_parameters, shape.parameters) if zero_stage == 3 else 0
+    live = max(min(sharding.live_parameters, shape.parameters), shape.largest) if zero_stage == 3 else 0
     engines = config.rollout.num_engines if config.has_rollouts and config.rollout.engine != "server" else 0
     return MemoryPlan(
         weights=weights,
         masters=masters,
         gradients=gradients,
-        optimizer=share(OPTIMIZER_BYTES[config.optimizer.name] * shape.trained, from_stage=1),
-        reference=share(reference * shape.engine_parameters, from_stage=3) if needs_copy else 0,
+        optimizer=share(OPTIMIZER_BYTES[config.optimizer.name] * shape.trained, from_stage=1) * states_here,
+        reference=share(reference * shape.engine_parameters, from_stage=3) * weights_here if needs_copy else 0,
         average=share((FLOAT32 + (compute if sharding.uses_deepspeed else FLOAT32)) * shape.trained, from_stage=3)
         if config.teacher.source == "average"
         else 0,
         activations=activation_bytes(
-            shape, config.pack_tokens, compute=compute, is_checkpointed=config.model.gradient_checkpointing
+            shape,
+            config.pack_tokens,
+            compute=compute,
+            is_cast=is_cast,
+            has_kernel=on_gpu and is_half,
+            is_checkpointed=config.is_checkpointed,
         ),
         routers=router_bytes(
             shape,
             config.pack_tokens,
             compute=compute,
-            is_checkpointed=config.model.gradient_checkpointing,
+            is_checkpointed=config.is_checkpointed,
             has_losses=any(coef != 0 for coef in (config.algorithm.router_aux_coef, config.algorithm.router_z_coef)),
         ),
         routes=route_bytes(shape, config.pack_tokens) if config.correction.routing_replay != "off" else 0,
-        logits=logits_bytes(shape, config.pack_tokens),
+        logits=logits_bytes(shape, config.pack_tokens)
+        + (FLOAT32 if is_cast else compute) * shape.vocabulary * shape.hidden * (not config.model.lora.rank),
         gathered=min(bucket, compute * shape.parameters) * buckets,
         communication=communication,
         live_weights=compute * live,
@@ -167,10 +181,11 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
 def engine_workspace_bytes(shape: ModelShape, *, requests: int, compute: int) -> int:
     """Return the bytes that an engine takes on a GPU beside weights and cache, for a full batch of `requests`.
 
-    Counted: hidden states and gated projections of one layer, logits in float32 with their softmax, and CUDA graphs.
+    Counted: hidden states and gated projections of one layer, logits in float32 with their softmax, logits of the
+    prompts in a batch with a scored request, which each canary is, and CUDA graphs.
     """
     layer = compute * (4 * shape.hidden + 3 * (shape.intermediate + shape.chosen * shape.expert))
-    return BATCH_TOKENS * layer + 2 * requests * shape.vocabulary * FLOAT32 + CUDA_GRAPHS
+    return BATCH_TOKENS * layer + (2 * requests + SCORED_TOKENS) * shape.vocabulary * FLOAT32 + CUDA_GRAPHS
 
 
 def cache_gib(config: Config, *, on_gpu: bool | None = None) -> float | None:
@@ -192,21 +207,41 @@ def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:
     return left / GIB
 
 
-def activation_bytes(shape: ModelShape, tokens: int, *, compute: int, is_checkpointed: bool) -> int:
+def activation_bytes(
+    shape: ModelShape,
+    tokens: int,
+    *,
+    compute: int,
+    is_checkpointed: bool,
+    is_cast: bool = False,
+    has_kernel: bool = False,
+) -> int:
     """Return the bytes that forward keeps for backward, for `tokens` tokens.
 
-    Counted in a Llama-like decoder layer: the two norms and the residuals between them, with float32 intermediates
-    (hidden); queries and keys before and after norm and rotation, values, and the attention output; the gate, its
-    activation, the up-projection and their product (intermediate). In a mixture of experts, for each expert of a token:
-    its input and its output (hidden), gate and up-projection, the activation and the product (its width).
+    Counted in a Llama-like decoder layer: of each norm its input in float32, its normalized input, and its output; the
+    queries, keys and values, and the attention output; the gate, its activation, the up-projection and their product.
+    In a mixture of experts, for each expert of a token: its input and its output (hidden), gate and up-projection, the
+    activation and the product (its width).
+
+    compute: bytes of a number in products. is_cast: under autocast, which casts the output of a norm for each of the
+    five projections that read it. has_kernel: one kernel computes attention; else its output is kept twice, by rows and
+    as a pack.
     """
-    wide = FLOAT32 * 6 * shape.hidden
-    narrow = compute * (2 * shape.hidden + 6 * shape.attention + 6 * shape.key_value + 5 * shape.intermediate)
+    outputs = 5 if is_cast else 2
+    # Families with norms behind their sublayers, too (Gemma), multiply by the weight in float32.
+    hidden = shape.norms * (FLOAT32 + (FLOAT32 if shape.norms > 2 else compute)) + outputs * compute
+    of_head_norms = (FLOAT32 + compute) * shape.has_head_norms
+    attention = (2 if has_kernel else 3) * compute + of_head_norms
+    key_value = 2 * compute + of_head_norms
     experts = compute * shape.chosen * (2 * shape.hidden + 4 * shape.expert)
-    layer = tokens * (wide + narrow + experts)
-    if is_checkpointed:
-        return tokens * FLOAT32 * shape.hidden * shape.layers + layer
-    return layer * shape.layers
+    layer = tokens * (
+        hidden * shape.hidden
+        + attention * shape.attention
+        + key_value * shape.key_value
+        + 4 * compute * shape.intermediate
+        + experts
+    )
+    return tokens * compute * shape.hidden * shape.layers + layer if is_checkpointed else layer * shape.layers
 
 
 def router_bytes(shape: ModelShape, tokens: int, *, compute: int, is_checkpointed: bool, has_losses: bool) -> int:
@@ -238,7 +273,7 @@ def advice(plan: MemoryPlan, config: Config, *, available: int, zero_stage: int)
     if plan.total <= available:
         return None
     helpful = sorted(_helpful(plan, config, zero_stage), reverse=True)
-    overrides = "; ".join(f"{override} (about -{saved / GIB:.2g} GiB)" for saved, override in helpful[:3])
+    overrides = "; ".join(f"{override} (about -{saved / GIB:.3g} GiB)" for saved, override in helpful[:3])
     return (
         f"{plan.total / GIB:.3g} GiB are planned per rank and the device has {available / GIB:.3g}: "
         f"{overrides or 'more or larger devices are needed'}"
@@ -250,12 +285,16 @@ def _helpful(plan: MemoryPlan, config: Config, zero_stage: int) -> Iterator[tupl
     states = plan.masters + plan.gradients + plan.optimizer
     if config.pack_tokens > config.rollout.max_model_len:
         yield plan.activations // 2, f"token_budget={max(config.pack_tokens // 2, config.rollout.max_model_len)}"
-    if not config.model.gradient_checkpointing:
+    if not config.is_checkpointed:
         yield plan.activations * 3 // 4, "model.gradient_checkpointing=true"
     if not config.model.lora.rank:
         yield states, "model.lora.rank=16"
     if zero_stage < 3:
         yield (plan.weights + states) // 2, "configs/accelerate/zero3.yaml on more devices"
+    if plan.masters:
+        yield states, "accelerate launch --offload_optimizer_device cpu"
+    if plan.engine_weights > plan.total // 4:
+        yield plan.engine_weights, "rollout=server on other devices"
     if config.model.dtype == "float32":
         yield (plan.activations + plan.engine_weights) // 2, "model.dtype=bfloat16"
     if plan.kv_cache > plan.total // 4:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from lockstep.trainer.model.layers.routing import num_experts
 from lockstep.trainer.model.lora import add_adapters
 from lockstep.trainer.model.policy import Policy
 
+NORM, OF_HEADS = re.compile(r"norm\w*\.weight$"), re.compile(r"\.[qk]_(layer)?norm\.")
+"""Names of the weights of norms, and those of queries and keys among them."""
 SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
 """Names of the width of shared experts in configs that do not count them (`n_shared_experts`)."""
 
@@ -50,6 +53,15 @@ class ModelShape:
     """Experts of a token in a layer."""
     expert: int = 0
     """Width of an expert."""
+    norms: int = 2
+    """Norms of hidden states in a layer."""
+    has_head_norms: bool = False
+    """True if queries and keys are normalized before the rotation."""
+
+    @property
+    def of_layers(self) -> int:
+        """Number of parameters without embedding and head."""
+        return self.parameters - self.vocabulary * self.hidden * (1 if self.is_tied else 2)
 
     @classmethod
     def of(cls, module: nn.Module, policy: nn.Module, config: PreTrainedConfig) -> ModelShape:
@@ -64,6 +76,8 @@ class ModelShape:
         expert = (text.get("moe_intermediate_size") or width) if experts else 0
         shared = next((text[name] for name in SHARED_WIDTHS if text.get(name)), None)
         sizes = [_numel(parameter) for parameter in module.parameters()]
+        norms = [name for name, _ in policy.named_parameters() if ".layers." in name and NORM.search(name)]
+        of_heads = [name for name in norms if OF_HEADS.search(name)]
         return cls(
             parameters=sum(sizes),
             trained=sum(_numel(parameter) for parameter in module.parameters() if parameter.requires_grad),
@@ -79,6 +93,8 @@ class ModelShape:
             experts=experts,
             chosen=int(text.get("num_experts_per_tok") or 0) if experts else 0,
             expert=expert,
+            norms=round((len(norms) - len(of_heads)) / text["num_hidden_layers"]) or 2,
+            has_head_norms=bool(of_heads),
         )
 
 

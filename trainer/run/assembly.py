@@ -313,8 +313,11 @@ def _announcement(config: Config) -> str:
 
 
 def choose(config: Config, distributed: Distributed, console: RunConsole) -> Config:
-    """Choose learning rate and token budget for this model and device, where they are null; a collective."""
-    if config.optimizer.lr is not None and config.token_budget is not None:
+    """Choose learning rate, token budget and checkpointing where they are null, for model and device; a collective.
+
+    Raises `ConfigError` on all ranks if nothing fits into the memory of one.
+    """
+    if None not in (config.optimizer.lr, config.token_budget, config.model.gradient_checkpointing):
         return config
 
     def chosen() -> Config:
@@ -323,7 +326,9 @@ def choose(config: Config, distributed: Distributed, console: RunConsole) -> Con
 
     with distributed.whole_models():
         made = distributed.together(chosen)
-    made.token_budget = distributed.broadcast(made.token_budget)  # devices may differ, packs may not
+    # Devices may differ; packs and the collectives of a repeated layer may not.
+    made.token_budget = distributed.broadcast(made.token_budget)
+    made.model.gradient_checkpointing = distributed.broadcast(made.model.gradient_checkpointing)
     return made
 
 

@@ -55,7 +55,11 @@ class ModelConfig:
     chat_template: str | None = setting(
         None, "chat template in place of the model's: hermes (ChatML with tools), or a Jinja file; null: the model's"
     )
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
+    gradient_checkpointing: bool | None = setting(
+        None,
+        "recompute activations in the backward pass to save memory, for a third more time of an update; null: where "
+        "the memory plan needs it",
+    )
     compile: bool = setting(False, "torch.compile the layers of the trained models; not under ZeRO-3")
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
     lora: LoraConfig = field(default_factory=LoraConfig)
