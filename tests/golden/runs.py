@@ -94,6 +94,10 @@ RUNS = {
     "shared_prefixes": GoldenRun(
         settings={"algorithm": "grpo", "share_prefixes": "always", "correction": "sequence_mask"}
     ),
+    "bfloat16": GoldenRun(settings={"algorithm": "grpo", "model.dtype": "bfloat16"}),
+    "bfloat16_zero3": GoldenRun(
+        settings={"algorithm": "grpo", "algorithm.kl_coef": 0.05, "model.dtype": "bfloat16"}, ranks=2
+    ),
 }
 
 

@@ -19,8 +19,11 @@ OTHER_KERNELS = {"rel": 1e-3, "abs": 1e-5}
 @pytest.mark.parametrize("name", sorted(RUNS))
 def test_a_run_gives_its_recorded_numbers(name: str, tmp_path: Path) -> None:
     recorded = json.loads((HERE / f"{name}.json").read_text())
+    is_recorded_machine = machine() == recorded.pop("machine")
+    if not is_recorded_machine and "model.dtype" in RUNS[name].settings:
+        pytest.skip("bfloat16 kernels of another kind of machine round so differently that other tokens are sampled")
     found = run(name, tmp_path, python=forked_python())
-    if machine() == recorded.pop("machine"):
+    if is_recorded_machine:
         assert found == recorded
         return
     assert len(found["updates"]) == len(recorded["updates"])
