@@ -20,9 +20,9 @@ MAX_TOTAL = 1 + 1e-3
 class TokenScores:
     """Logprobs at temperature 1 of the tokens after the first of a sequence, and of the most probable tokens there.
 
-    Raises `EvidenceError` for arrays of other lengths, logprobs that are non-finite, positive or the engine's filler,
-    ids that occur twice at a position, probabilities that add up to more than 1, and scores of other tokens: a token
-    among the most probable ones has the logprob that it has there, another one at most the least of theirs.
+    Raises `EvidenceError` for arrays of other lengths or types, logprobs that are non-finite, positive or the engine's
+    filler, ids that occur twice at a position, probabilities that add up to more than 1, and scores of other tokens: a
+    token among the most probable ones has the logprob that it has there, another one at most the least of theirs.
     """
 
     ids: np.ndarray
@@ -45,37 +45,53 @@ class TokenScores:
                 f"token scores: {len(self.ids)} ids, logprobs of shape {self.logprobs.shape}, most probable tokens of "
                 f"shapes {self.top_ids.shape} and {self.top_logprobs.shape}; expected one row per id but the first"
             )
-        for name, values in (("token", self.logprobs), ("most probable token", self.top_logprobs)):
-            is_bad = ~((values > ENGINE_FILLER_LOGPROB) & (values <= MAX_LOGPROB))  # also NaN
-            if is_bad.any():
-                position = int(np.argwhere(is_bad)[0, 0])
-                raise EvidenceError(
-                    f"token scores: a {name} at position {position + 1} has logprob {values[position]}; expected "
-                    f"finite values in ({ENGINE_FILLER_LOGPROB:g}, 0]"
-                )
-        if not self.top_k:
-            return
-        in_order = np.sort(self.top_ids, 1)
-        if (np.diff(in_order, axis=1) == 0).any() or in_order.min() < 0:
-            raise EvidenceError("token scores: a most probable token occurs twice at a position, or has a negative id")
-        if (np.exp(self.top_logprobs.astype(np.float64)).sum(1) > MAX_TOTAL).any():
-            raise EvidenceError("token scores: probabilities of different tokens add up to more than 1")
-        is_own = self.top_ids == self.ids[1:, None]
-        listed = np.where(is_own, self.top_logprobs, np.float32(0)).sum(1)
-        is_listed, least = is_own.any(1), self.top_logprobs.min(1)
-        is_other = np.where(is_listed, listed != self.logprobs, self.logprobs > least)
-        if is_other.any():
-            position = int(is_other.argmax())
-            raise EvidenceError(
-                f"token scores: token {self.ids[position + 1]} at position {position + 1} has logprob "
-                f"{self.logprobs[position]}, which does not agree with the most probable tokens there: the scores "
-                "belong to other tokens"
-            )
+        check_values(self.logprobs, self.top_ids, self.top_logprobs)
+        check_tokens(self.ids[1:], self.logprobs, self.top_ids, self.top_logprobs)
 
     @property
     def top_k(self) -> int:
         """K."""
         return self.top_ids.shape[1]
+
+
+def check_values(logprobs: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
+    """Raise `EvidenceError` for values that no scores have: see `TokenScores`. Arrays: (N,), (N, K), (N, K)."""
+    types = (logprobs.dtype, top_ids.dtype, top_logprobs.dtype)
+    if types != (np.float32, np.int32, np.float32):
+        raise EvidenceError(
+            f"token scores: arrays of the types {', '.join(map(str, types))}; expected float32, int32, float32"
+        )
+    for name, values in (("token", logprobs), ("most probable token", top_logprobs)):
+        is_bad = ~((values > ENGINE_FILLER_LOGPROB) & (values <= MAX_LOGPROB))  # also NaN
+        if is_bad.any():
+            position = int(np.argwhere(is_bad)[0, 0])
+            raise EvidenceError(
+                f"token scores: a {name} at position {position + 1} has logprob {values[position]}; expected "
+                f"finite values in ({ENGINE_FILLER_LOGPROB:g}, 0]"
+            )
+    if not top_ids.size:
+        return
+    in_order = np.sort(top_ids, 1)
+    if (np.diff(in_order, axis=1) == 0).any() or in_order.min() < 0:
+        raise EvidenceError("token scores: a most probable token occurs twice at a position, or has a negative id")
+    if (np.exp(top_logprobs.astype(np.float64)).sum(1) > MAX_TOTAL).any():
+        raise EvidenceError("token scores: probabilities of different tokens add up to more than 1")
+
+
+def check_tokens(tokens: np.ndarray, logprobs: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray) -> None:
+    """Raise `EvidenceError` if the scores cannot be those of the tokens, (N,) int64: see `TokenScores`."""
+    if not top_ids.size:
+        return
+    is_own = top_ids == tokens[:, None]
+    listed = np.where(is_own, top_logprobs, np.float32(0)).sum(1)
+    is_listed, least = is_own.any(1), top_logprobs.min(1)
+    is_other = np.where(is_listed, listed != logprobs, logprobs > least)
+    if is_other.any():
+        position = int(is_other.argmax())
+        raise EvidenceError(
+            f"token scores: token {tokens[position]} at position {position + 1} has logprob {logprobs[position]}, "
+            "which does not agree with the most probable tokens there: the scores belong to other tokens"
+        )
 
 
 def token_scores(

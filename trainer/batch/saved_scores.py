@@ -17,7 +17,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from lockstep.rollout.errors import DataError
+from lockstep.rollout.errors import DataError, EvidenceError
 from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.batch.teacher_scores import PREFIX, TeacherRow, TeacherScores
 
@@ -101,12 +101,17 @@ class SavedScores:
                 f"{len(trained)}; the first that differs is row {other}{of_rollout}; take the file that the run wrote "
                 "with these rollouts, and settings that keep the same of them"
             )
-        return self.between(0, len(self.digests), top_k=self.top_k)
+        scores = self.between(0, len(self.digests), top_k=self.top_k)
+        try:
+            scores.check_tokens(trained)
+        except EvidenceError as error:
+            raise DataError(f"{self.path} is damaged: {error}") from error
+        return scores
 
     def between(self, first: int, last: int, *, top_k: int) -> TeacherScores:
         """Return the scores of the rows from `first` to `last` - 1, with the `top_k` most probable tokens.
 
-        Raises `DataError` for a file that cannot be read, and `EvidenceError` for values that are not finite.
+        Raises `DataError` for a file that cannot be read, or has values that no scores have.
         """
         tokens = slice(*self.starts[[first, last]].tolist())
         cuts = {"logp": (tokens,), "top_ids": (tokens, slice(top_k)), "top_logp": (tokens, slice(top_k))}
@@ -120,3 +125,5 @@ class SavedScores:
             return TeacherScores(**arrays)
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path} cannot be read: {error}") from error
+        except EvidenceError as error:
+            raise DataError(f"{self.path} is damaged: {error}") from error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from lockstep.rollout.engine.token_scores import TokenScores
+from lockstep.rollout.engine.token_scores import TokenScores, check_tokens, check_values
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import TrainingRow
 
@@ -48,7 +48,7 @@ def _end(row: TrainingRow) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeacherScores:
-    """Logprobs at temperature 1. Raises `EvidenceError` for arrays of other lengths and values that are not finite."""
+    """Logprobs at temperature 1. Raises `EvidenceError` for arrays of other lengths, and values as `TokenScores`."""
 
     logp: np.ndarray
     """(N,) float32 of the trained tokens."""
@@ -66,8 +66,11 @@ class TeacherScores:
                 f"teacher: logprobs of {self.logp.shape} tokens, most probable tokens of shapes {self.top_ids.shape} "
                 f"and {self.top_logp.shape}; expected one row per trained token"
             )
-        if not (np.isfinite(self.logp).all() and np.isfinite(self.top_logp).all()):
-            raise EvidenceError("teacher: a logprob is not finite")
+        if self.version.shape != (1,) or self.version.dtype != np.int64:
+            raise EvidenceError(
+                f"teacher: versions of the type {self.version.dtype} and shape {self.version.shape}; expected one int64"
+            )
+        check_values(self.logp, self.top_ids, self.top_logp)
 
     @classmethod
     def of(
@@ -119,6 +122,11 @@ class TeacherScores:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays under names that no other array of a batch has."""
         return {f"{PREFIX}{field.name}": np.ascontiguousarray(getattr(self, field.name)) for field in fields(self)}
+
+    def check_tokens(self, rows: Sequence[TrainingRow]) -> None:
+        """Raise `EvidenceError` if these cannot be scores of the trained tokens of the rows."""
+        tokens = [np.zeros(0, np.int64), *(row.ids[row.loss_mask] for row in rows)]
+        check_tokens(np.concatenate(tokens), self.logp, self.top_ids, self.top_logp)
 
     @property
     def logp_N(self) -> torch.Tensor:

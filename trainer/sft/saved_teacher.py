@@ -28,11 +28,10 @@ class SavedTeacher:
 
     measured: Mapping[str, float] = {}  # stays empty: nothing is computed
 
-    def __init__(self, distributed: Distributed, files: Sequence[SavedScores], *, top_k: int, vocab_size: int) -> None:
-        """files: on rank 0. top_k: most probable tokens at each position. vocab_size: ids of the student."""
+    def __init__(self, distributed: Distributed, files: Sequence[SavedScores], *, top_k: int) -> None:
+        """files: on rank 0. top_k: most probable tokens at each position."""
         self._distributed = distributed
         self._top_k = top_k
-        self._vocab_size = vocab_size
         self._places = {digest: (file, row) for file in files for row, digest in enumerate(file.digests)}
 
     @classmethod
@@ -46,11 +45,12 @@ class SavedTeacher:
     ) -> SavedTeacher:
         """Open the files beside the rollouts of the demonstrations. sets: None on ranks other than 0, which open none.
 
-        Raises `DataError` for rows without scores, and files that cannot be read or have too few tokens.
+        Raises `DataError` for rows without scores, and files that cannot be read, have too few tokens, values that no
+        scores have, or tokens that the student lacks.
         """
-        top_k, vocab_size = config.teacher_top_k, vocab_size_of(config.model.path, config)
+        top_k = config.teacher_top_k
         if sets is None:
-            return cls(distributed, (), top_k=top_k, vocab_size=vocab_size)
+            return cls(distributed, (), top_k=top_k)
         paths = [path for one in config.demonstration_sets().values() for path in rollout_files(one.path)]
         files = [SavedScores.open(path.with_suffix(FILE_SUFFIX)) for path in paths]
         short = min(files, key=lambda file: file.top_k)
@@ -61,7 +61,15 @@ class SavedTeacher:
                 f"algorithm.teacher_divergence_top_k={top_k}; {advice}, or score the rows again with "
                 "teacher.source=model teacher.path=<model>"
             )
-        made = cls(distributed, files, top_k=top_k, vocab_size=vocab_size)
+        vocab_size = vocab_size_of(config.model.path, config)
+        for file in files:
+            ids = file.between(0, len(file.digests), top_k=file.top_k).top_ids
+            if ids.max(initial=0) >= vocab_size:
+                raise DataError(
+                    f"{file.path}: the teacher's scores name the token {ids.max()}, but the student has {vocab_size} "
+                    "ids; take scores of a teacher with the student's tokenizer"
+                )
+        made = cls(distributed, files, top_k=top_k)
         rows = [row for demonstrations in sets for rows in demonstrations for row in rows]
         missing = sum(row_digest(row.row(0)) not in made._places for row in rows)
         if missing:
@@ -77,7 +85,7 @@ class SavedTeacher:
 
     def scored(self, batch: StepBatch, rollouts: Sequence[Rollout]) -> StepBatch:
         """Return the batch of rank 0 with the saved scores; a collective. Raises `DataError` on all ranks for a file
-        that cannot be read, and tokens that the student does not have."""
+        that cannot be read, and `EvidenceError` for scores of other tokens."""
         return self._distributed.together(lambda: self._scored(batch) if self._distributed.is_main else batch)
 
     def _scored(self, batch: StepBatch) -> StepBatch:
@@ -86,10 +94,7 @@ class SavedTeacher:
         joined = {
             name: np.concatenate([getattr(part, name) for part in parts]) for name in ("logp", "top_ids", "top_logp")
         }
-        if not ((joined["top_ids"] >= 0) & (joined["top_ids"] < self._vocab_size)).all():
-            raise DataError(
-                f"saved scores of a teacher name the tokens {joined['top_ids'].min()} to {joined['top_ids'].max()}, "
-                f"but the student has {self._vocab_size} ids"
-            )
         version = np.concatenate([part.version for part in parts]).max(keepdims=True)
-        return replace(batch, teacher=TeacherScores(**joined, version=version))
+        scores = TeacherScores(**joined, version=version)
+        scores.check_tokens(batch.rows)
+        return replace(batch, teacher=scores)

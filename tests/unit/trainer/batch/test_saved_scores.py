@@ -122,3 +122,47 @@ def test_missing_damaged_and_older_files_are_refused(file: Path) -> None:
     safetensors.numpy.save_file({n: a for n, a in arrays.items() if n != DIGESTS}, file.with_name("old"))
     with pytest.raises(DataError, match="does not say which tokens were scored, like all files of earlier versions"):
         SavedScores.open(file.with_name("old"))
+
+
+def with_value(name: str, place: int, value: float) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        arrays[name].flat[place] = value
+
+    return change
+
+
+def with_type(name: str, kind: type) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        arrays[name] = arrays[name].astype(kind)
+
+    return change
+
+
+def listed_twice(arrays: dict[str, np.ndarray]) -> None:
+    arrays["teacher_top_ids"][0] = 7
+
+
+DAMAGE = [
+    (with_value("teacher_logp", 2, 3.0), "position 3 has logprob 3.0"),
+    (with_value("teacher_logp", 2, np.nan), "position 3 has logprob nan"),
+    (with_value("teacher_logp", 2, -np.inf), "position 3 has logprob -inf"),
+    (with_value("teacher_logp", 2, -0.0), "which does not agree with the most probable tokens"),
+    (with_value("teacher_top_logp", 3, 0.0), "add up to more than 1"),
+    (with_value("teacher_top_logp", 3, 0.5), "position 2 has logprob"),
+    (with_value("teacher_top_ids", 3, -1), "has a negative id"),
+    (listed_twice, "occurs twice at a position"),
+    (with_type("teacher_logp", np.float64), "types float64, int32, float32; expected float32, int32, float32"),
+    (with_type("teacher_top_ids", np.float32), "types float32, float32, float32"),
+    (with_type("teacher_version", np.float32), "expected one int64"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGE)
+def test_saved_scores_are_checked_as_fresh_ones(
+    change: Callable[[dict[str, np.ndarray]], None], message: str, file: Path
+) -> None:
+    arrays = safetensors.numpy.load_file(file)
+    change(arrays)
+    safetensors.numpy.save_file(arrays, file, metadata={"teacher": NAMED})
+    with pytest.raises(DataError, match=f"{file.name} is damaged: .*{message}"):
+        SavedScores.open(file).of(batch().rows)

@@ -77,5 +77,5 @@ def test_scores_of_another_number_of_tokens_are_refused():
         replace(made, teacher=replace(teacher, **{n: getattr(teacher, n)[1:] for n in ("logp", "top_ids", "top_logp")}))
     with pytest.raises(EvidenceError, match="expected one row per trained token"):
         replace(teacher, top_ids=teacher.top_ids[1:])
-    with pytest.raises(EvidenceError, match="not finite"):
+    with pytest.raises(EvidenceError, match="has logprob nan; expected finite values"):
         replace(teacher, logp=np.full_like(teacher.logp, np.nan))

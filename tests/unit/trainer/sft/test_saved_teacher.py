@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import DataError
@@ -126,4 +127,13 @@ def test_tokens_that_the_student_does_not_have_are_refused(run: Path, monkeypatc
     monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, config: 5)
     made = demonstrations(STEPS[0])
     with pytest.raises(DataError, match="but the student has 5 ids"):
-        opened(run, [made]).scored(batch_of(made), ())
+        opened(run, [made])
+
+
+def test_damaged_scores_are_refused_before_the_first_update(run: Path) -> None:
+    path = run / "rollouts" / f"step-000001{FILE_SUFFIX}"
+    arrays = safetensors.numpy.load_file(path)
+    arrays["teacher_logp"][-1] = 3.0
+    safetensors.numpy.save_file(arrays, path)
+    with pytest.raises(DataError, match=r"step-000001\.teacher\.safetensors is damaged: .* logprob 3\.0"):
+        opened(run, [demonstrations(STEPS[0])])
