@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
 import symtable
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -22,6 +24,8 @@ from lockstep.rollout.safe_text import error_text
 
 MOVED = ("trainer", "rollout", "rewards", "demo")
 """Packages that were importable by these names before they moved into `lockstep`."""
+ROOT = str(Path(__file__).resolve().parents[2])
+"""Directory of Lockstep's own folders."""
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Directories of Python and of installed packages."""
 _HIDES_NAMES = re.compile(r"import\s*\*|^\s*global\s|\b(?:globals|vars|locals|exec|eval|setattr)\s*\(", re.MULTILINE)
@@ -101,17 +105,37 @@ def _load_module(path: Path) -> ModuleType:
     assert found is not None  # a .py file always has the source loader
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
-    if str(resolved.parent) not in sys.path:
-        sys.path.append(str(resolved.parent))  # for imports of files beside it; last, so that it shadows nothing
     sys.modules[name] = module  # dataclasses and pickle look the module up here while it loads
     try:
-        found.loader.exec_module(module)
+        with _own_files_first(resolved.parent):
+            found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         old = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
         hint = f"; Lockstep's packages moved: write `lockstep.{old}` instead of `{old}`" if old in MOVED else ""
         raise ConfigError(f"{path} cannot be loaded: {fault(error, path)}{hint}") from error
     return module
+
+
+@contextmanager
+def _own_files_first(directory: Path) -> Iterator[None]:
+    """Import from the directory of a file, then from the working directory, before all others while the file loads.
+
+    Afterwards they are the last ones, for imports inside functions: there they hide no package that a library imports
+    later. Lockstep's own folders are not a user's, so they are not added as the working directory.
+    """
+    own = [str(directory)]
+    if os.getcwd() not in (*own, ROOT):
+        own.append(os.getcwd())
+    sys.path[:0] = own
+    try:
+        yield
+    finally:
+        for path in own:  # one by one: the file may have changed the list
+            if path in sys.path:
+                sys.path.remove(path)
+            if path not in sys.path:
+                sys.path.append(path)
 
 
 def fault(error: BaseException, path: str | Path | None = None) -> str:
