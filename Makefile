@@ -7,7 +7,8 @@
 #           RECIPE=gsm8k_ppo         recipe of `make reproduce` (docs/recipes.md)
 #           ARGS="..."               settings for training, for example ARGS="algorithm=dr_grpo optimizer.lr=1e-4"
 #           NUM_PROCESSES=2          ranks of train-zero3
-#           TASK=words               task of `make real`: names (the default), words, family, calculator
+#           TASK=chain               of `make train`: demo (the default), chain, reverse, or another file of
+#                                    configs/experiment; of `make real`: names (the default), words, family, calculator
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
 #           TEST_WORKERS=3           processes of `make test`; 0: one, in this terminal (for a debugger)
 
@@ -22,6 +23,8 @@ PYTEST_ARGS ?=
 NUM_PROCESSES ?= 2
 TASK ?=
 TEST_WORKERS ?= 3
+EXPERIMENT = $(if $(filter experiment=%,$(ARGS)),,experiment=$(or $(TASK),demo))
+NEEDS = $(if $(filter-out demo chain reverse,$(TASK))$(filter experiment=%,$(ARGS)),install,model)
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
 AUDIT := .venv-audit
@@ -50,13 +53,13 @@ environments: ## Packages of other environments, beside VENV, for their tests, w
 	done
 
 model: install ## Make the small demo model, if it is missing
-	@$(BIN)/python scripts/make_demo_model.py --task calculator
+	@$(BIN)/python scripts/make_demo_model.py --task $(or $(filter chain reverse,$(TASK)),calculator)
 
-train: model ## Train the demo model to use a calculator; settings in ARGS
-	$(BIN)/python scripts/train.py $(ARGS)
+train: $(NEEDS) ## Train the demo model to use a calculator, or TASK=chain|reverse|...; settings in ARGS
+	$(BIN)/python scripts/train.py $(EXPERIMENT) $(ARGS)
 
-train-zero3: model ## Train on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3
-	$(BIN)/accelerate launch --config_file configs/accelerate/zero3.yaml --num_processes $(NUM_PROCESSES) scripts/train.py $(ARGS)
+train-zero3: $(NEEDS) ## Train on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3
+	$(BIN)/accelerate launch --config_file configs/accelerate/zero3.yaml --num_processes $(NUM_PROCESSES) scripts/train.py $(EXPERIMENT) $(ARGS)
 
 real: install ## Train a real model, SmolLM2-135M, on two CPU cores; TASK=names|words|family|calculator, ARGS
 	$(BIN)/python scripts/make_real_model.py $(if $(TASK),--task $(TASK))

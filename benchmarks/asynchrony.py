@@ -46,7 +46,7 @@ def sides(staleness: int) -> dict[str, list[str]]:
 def run(overrides: list[str], args: Namespace, seed: int) -> list[Metrics]:
     """Train in a process of its own and a temporary directory; return its metrics."""
     with tempfile.TemporaryDirectory(prefix="lockstep-asynchrony-") as root:
-        own = ["environment=slow_calculator", f"environment.settings.max_delay_s={args.max_delay}"]
+        own = ["experiment=demo", "environment=slow_calculator", f"environment.settings.max_delay_s={args.max_delay}"]
         own += [f"updates={args.updates}", f"seed={seed}", f"run_root={root}", "run_name=run"]
         own += ["checkpoint.every=0", "logger.print_rollouts=0", *overrides]
         command = [sys.executable, "scripts/train.py", *own]

@@ -35,6 +35,7 @@ def command(run_root: str) -> list[str]:
     workload = WORKLOADS["multi_equal"]
     return [
         "scripts/train.py",
+        "experiment=demo",
         f"model.path={workload.model_path}",
         f"data.path={workload.data_path}",
         "data.heldout_path=null",

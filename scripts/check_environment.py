@@ -2,8 +2,8 @@
 
     python scripts/check_environment.py calculator                                        the demo
     python scripts/check_environment.py my_env.py:Guess --data numbers.jsonl \\
-        'reward.functions=[my_env.py:found]'                                              an environment of yours
-    python scripts/check_environment.py tools --data questions.jsonl \\
+        'reward.functions=[my_env.py:found]' model=calculator                             an environment of yours
+    python scripts/check_environment.py tools --data questions.jsonl model.path=... \\
         'environment.settings.files=[my_tools.py:search]' 'reward.functions=[exact_match]'
     python scripts/check_environment.py ... --json                                        for programs
 
@@ -35,7 +35,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("environment", help="name of an environment, or path/to/file.py:ClassName")
-    parser.add_argument("--data", metavar="PATH", help="data rows; default: those of a demo task")
+    parser.add_argument("--data", metavar="PATH", help="data rows; a demo task has its own")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="data rows to examine (8)")
     parser.add_argument("--samples", type=int, default=4, metavar="N", help="episodes of the model per row (4)")
     parser.add_argument(
@@ -67,7 +67,7 @@ def overrides_of(flags: argparse.Namespace) -> list[str]:
     ]
     if flags.data is not None:
         return [*words, f"data.path={flags.data}", "data.heldout_path=null"]
-    return [*words, f"data={name}", f"model={name}"] if name in DEMOS else words
+    return [*words, f"data={name}", f"model={name}", "reward=calculator"] if name in DEMOS else words
 
 
 def main() -> None:

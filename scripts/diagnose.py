@@ -1,11 +1,11 @@
 """Diagnose how well engine and trainer agree on the logprobs of a model, and name the cause if they do not.
 
-    python scripts/diagnose.py                                      the demo model
-    python scripts/diagnose.py model.path=... data.path=...         any model, with the settings of training
-    python scripts/diagnose.py --html view.html                     every token in one page
-    python scripts/diagnose.py --rollouts runs/latest               rollouts that a run saved; needs no engine
-    python scripts/diagnose.py --break retokenise                   a deliberately broken pipeline
-    python scripts/diagnose.py --json                               for programs; exit status 0: ok, 1: not ok
+    python scripts/diagnose.py experiment=demo                        the demo model
+    python scripts/diagnose.py model.path=... data.path=...           any model, with the settings of training
+    python scripts/diagnose.py experiment=demo --html view.html       every token in one page
+    python scripts/diagnose.py --rollouts runs/latest                 rollouts that a run saved; needs no engine
+    python scripts/diagnose.py experiment=demo --break retokenise     a deliberately broken pipeline
+    python scripts/diagnose.py experiment=demo --json                 for programs; exit status 0: ok, 1: not ok
 
 The numbers are explained in docs/diagnosis.md. Settings: trainer/config/schema.py, as for scripts/train.py.
 """
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
+from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.cli import launch
 from lockstep.trainer.diagnosis.causes import VARIANTS, Cause, Severity
 
@@ -59,7 +61,7 @@ def main() -> None:
             print_error(error)
             sys.exit(2)
     sys.argv = [sys.argv[0], *overrides]
-    launch(with_config, needs_data=rollouts is None)
+    launch(with_config, check=partial(validate, needs_data=rollouts is None, scores=False))
     sys.exit(exit_status[0] if exit_status else 0)
 
 

@@ -1,9 +1,8 @@
 """Evaluate a model on held-out prompts, with confidence intervals.
 
-    python scripts/evaluate.py model.path=runs/latest/model
-    python scripts/evaluate.py model.path=... eval.samples_per_prompt=8 eval.temperature=1.0 data.heldout_path=my.jsonl
-    python scripts/evaluate.py model.path=runs/latest/model eval.compare_to=models/calculator
-    python scripts/evaluate.py model.path=... eval.output=after.json eval.compare_to=before.json
+    python scripts/evaluate.py model.path=... data.heldout_path=my.jsonl reward=numeric eval.samples_per_prompt=8
+    python scripts/evaluate.py experiment=demo model.path=runs/first/model eval.compare_to=models/calculator
+    python scripts/evaluate.py experiment=demo model.path=... eval.output=after.json eval.compare_to=before.json
 
 Prints mean reward and pass@k with intervals; the last line is JSON. Settings are those of training
 (trainer/config/schema.py); docs/evaluation.md explains them.

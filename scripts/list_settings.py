@@ -48,7 +48,7 @@ def meaning(declared: Setting) -> str:
 
 def row(name: str, declared: Setting, default: object) -> str:
     shown = yaml.safe_dump(default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-    return cells(f"`{name}`", f"`{shown}`", meaning(declared))
+    return cells(f"`{name}`", "required" if declared.example else f"`{shown}`", meaning(declared))
 
 
 def cells(*texts: str) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One node of a run on several nodes: it trains, or serves the model if it is one of the last SERVERS nodes.
 #
-#   NODE_RANK=0 NODES="10.0.0.1 10.0.0.2" GPUS=8 bash scripts/run_node.sh rollout=colocated model.path=M
+#   NODE_RANK=0 NODES="10.0.0.1 10.0.0.2" GPUS=8 bash scripts/run_node.sh rollout=colocated experiment=math_7b
 #
 # Arguments are settings of scripts/train.py, the same on every node. The launch files in configs/slurm,
 # configs/kubernetes, configs/skypilot and configs/dstack set the variables (docs/launching.md):

@@ -8,6 +8,10 @@ Prints the base URL and the key for any OpenAI client. docs/gateway.md lists the
 Settings are those of training (trainer/config/schema.py), so samples come from the same distribution.
 """
 
+from functools import partial
+
+from lockstep.trainer.checks.validate import validate
+
 
 def main(config) -> None:
     from lockstep.trainer.tools.serve_gateway import (
@@ -20,4 +24,4 @@ def main(config) -> None:
 if __name__ == "__main__":
     from lockstep.trainer.cli import launch  # here, because engine processes import this file too
 
-    launch(main, needs_data=False)
+    launch(main, check=partial(validate, needs_data=False))

@@ -2,13 +2,17 @@
 
     export LOCKSTEP_ENGINE_KEY=$(openssl rand -hex 32)
     python scripts/serve_engine.py model.path=... server.port=8001
-    python scripts/train.py model.path=... rollout.engine=server rollout.urls=[http://127.0.0.1:8001]
+    python scripts/train.py model.path=... data.path=... reward=numeric rollout.urls=[http://127.0.0.1:8001] \\
+        rollout.engine=server
 
 Prints the command that it runs. Give it the same model and settings as the training (trainer/config/schema.py).
 docs/engines.md shows how to place servers and trainers. scripts/serve.py serves people and agents, also in front
 of such a server.
 """
 
+from functools import partial
+
+from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.cli import launch
 
 
@@ -19,4 +23,4 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, needs_data=False)
+    launch(main, check=partial(validate, needs_data=False))

@@ -2,8 +2,9 @@
 
     export SANDBOX_TOKEN=$(openssl rand -hex 32)
     python scripts/serve_sandbox.py --host 0.0.0.0 --token-env SANDBOX_TOKEN
-    python scripts/train.py environment=sandbox environment.settings.sandbox=remote \\
-        environment.settings.url=http://sandboxes:8200 environment.settings.token_env=SANDBOX_TOKEN
+    python scripts/train.py model.path=... data.path=... reward=numeric environment=sandbox \\
+        environment.settings.sandbox=remote environment.settings.url=http://sandboxes:8200 \\
+        environment.settings.token_env=SANDBOX_TOKEN
 
 Programs run behind the walls of this machine's namespaces, as with sandbox=local. The protocol is that of
 rollout/sandbox/remote_sandbox.py. Without a token it listens on loopback only.

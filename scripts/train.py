@@ -1,10 +1,12 @@
 """Train a policy with rollouts from vLLM.
 
-    python scripts/train.py                                                          the demo, one process
-    accelerate launch --config_file configs/accelerate/zero3.yaml scripts/train.py   DeepSpeed ZeRO-3, several ranks
-    python scripts/train.py algorithm=dr_grpo optimizer.lr=1e-4 model.path=...       override any setting
-    python scripts/train.py --cfg job                                                print the resolved config
-    python scripts/train.py dry_run=true                                             check and preview the run
+    python scripts/train.py model.path=... data.path=my.jsonl reward=numeric        a task of yours, one process
+    python scripts/train.py experiment=demo                                         the demo
+    python scripts/train.py experiment=demo algorithm=dr_grpo optimizer.lr=1e-4     override any setting
+    python scripts/train.py experiment=demo dry_run=true                            check and preview the run
+    python scripts/train.py experiment=demo --cfg job                               print the resolved config
+    accelerate launch --config_file configs/accelerate/zero3.yaml scripts/train.py experiment=demo
+                                                                                    DeepSpeed ZeRO-3, several ranks
 
 Settings: trainer/config/schema.py. One training step: `Trainer.step` in trainer/step.py.
 """

@@ -88,7 +88,7 @@ def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
         engine=engine,
         chat=chat,
         make_environment=partial(make_environment, environment.name, **environment.settings),
-        max_turns=environment.max_turns,
+        max_turns=config.max_turns,
         call_timeout_s=environment.call_timeout_s,
         seed=config.seed,
         gateway=make_gateway_settings(config),

@@ -6,7 +6,6 @@ Hydra composes and overrides. Its error messages name internals, so they are rew
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import json
 import os
 import re
@@ -14,8 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import hydra
@@ -29,9 +27,17 @@ from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.system.compute_threads import wait_briefly
 from lockstep.rollout.system.orphan_guard import exit_when_orphaned
 from lockstep.trainer.checks.validate import validate
-from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.compose import (
+    CONFIG_DIR,
+    all_keys,
+    drop_prepared_heldout,
+    free_form,
+    refuse_demo_parts,
+    schema,
+    to_config,
+    type_problem,
+)
 from lockstep.trainer.config.hints import closest
-from lockstep.trainer.config.prepared import data_folder
 from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations
@@ -41,16 +47,14 @@ EXIT_LIMIT_S = 60.0
 """Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
 """Settings of other trainers that quantize the weights under adapters on loading."""
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
 
 def launch(
     main: Callable[[Any], None],
     *,
     config_name: str = "train",
-    needs_data: bool = True,
     config_class: type = Config,
-    check: Callable[[Any], None] | None = None,
+    check: Callable[[Any], None] = validate,
 ) -> None:
     """Compose the configuration from `sys.argv`, check it, and call `main` with it.
 
@@ -59,9 +63,8 @@ def launch(
 
     Args:
         config_name: file under configs/.
-        needs_data: True if the data files must exist.
         config_class: dataclass schema of the configuration.
-        check: raises `ConfigError` for conflicting values; None: `validate`, for a `Config`.
+        check: raises `ConfigError` for values that are missing or in conflict.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts/train.py ends at once while it imports this
     wait_briefly()
@@ -84,10 +87,8 @@ def launch(
             config = to_config(tree, config_class)
             if isinstance(config, Config):
                 drop_prepared_heldout(config, sys.argv[1:])
-            if check is None:
-                validate(config, needs_data=needs_data)
-            else:
-                check(config)
+                refuse_demo_parts(config, sys.argv[1:])
+            check(config)
             configs.append(config)
     except (HydraException, OmegaConfBaseException) as error:
         _print(explain(error, config_class))
@@ -154,72 +155,10 @@ def _composed_by(compose: Callable[[], Any]) -> None:
         ) from error
 
 
-def schema(config_class: type = Config) -> DictConfig:
-    tree = OmegaConf.structured(config_class)
-    for name in _free_form(config_class):  # so that environment.settings.anything=1 needs no `+`
-        OmegaConf.set_struct(OmegaConf.select(tree, name), False)
-    return tree
-
-
-def _free_form(config_class: type) -> tuple[str, ...]:
-    """Return the settings that are dicts, whose keys the user chooses (arguments, functions, columns, outcomes)."""
-    return tuple(name for name, (_, value) in declarations(config_class()).items() if isinstance(value, dict))
-
-
-def to_config(tree: DictConfig, config_class: type = Config) -> Any:
-    known = set(_all_keys(schema(config_class)))
-    free_form = tuple(f"{name}." for name in _free_form(config_class))
-    for key in _all_keys(tree):  # `+key=value` gets past the schema
-        if key not in known and not key.startswith(free_form):
-            raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
-    config = OmegaConf.to_object(tree)
-    assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
-    if isinstance(config, Config):
-        config.data.sources = _data_sets("data.sources", config.data.sources)
-        config.eval.sets = _data_sets("eval.sets", config.eval.sets)
-    return config
-
-
-def drop_prepared_heldout(config: Config, words: Sequence[str]) -> None:
-    """Set data.heldout_path to null if it is prepared data, and neither training data nor the command line asks for it.
-
-    A group as data=calculator or experiment=real names both, and `data.path=...` replaces only one.
-    """
-    heldout, data = config.data.heldout_path or "", config.data
-    paths = [source.path for source in data.sources.values()] or [data.path]
-    is_given = any(word.lstrip("+").startswith("data.heldout_path=") for word in words)
-    folder = data_folder(heldout)
-    if folder is not None and not is_given and folder not in map(data_folder, paths):
-        data.heldout_path = None
-
-
-def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig]:
-    """Convert entries to `DataSetConfig`, without null ones. Raises `ConfigError` for other types."""
-    known = [field.name for field in dataclasses.fields(DataSetConfig)]
-    found = {}
-    for name, entry in entries.items():
-        if entry is None:
-            continue
-        if not isinstance(entry, dict):
-            raise ConfigError(f"{setting}.{name}={entry} is not a data set; set {setting}.{name}.path=<file or hub id>")
-        for key in entry:
-            if key not in known:
-                raise ConfigError(
-                    f"{setting}.{name}.{key} is not a setting{closest(str(key), known)}; set one of {', '.join(known)}"
-                )
-        try:
-            found[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSetConfig), entry))
-        except OmegaConfBaseException as error:
-            first, _, _ = str(error).partition("\n")
-            key = getattr(error, "full_key", None) or "?"
-            raise ConfigError(f"{setting}.{name}.{key}: {_plain(first)}; leave it out for the default") from error
-    return found
-
-
 def explain(error: Exception, config_class: type = Config) -> str:
     """Return one sentence for an error of Hydra or OmegaConf, with the closest existing name."""
     text = f"{error}\n{error.__cause__ or ''}"
-    keys = _all_keys(schema(config_class))
+    keys = all_keys(schema(config_class))
     if match := re.search(r"Could not override '([^']+)'", text):
         key = match.group(1)
         if QUANTIZED.search(key):
@@ -234,7 +173,7 @@ def explain(error: Exception, config_class: type = Config) -> str:
         key = match.group(3) or match.group(1)
         return f"{key} is not a setting{closest(key, keys)}; `--cfg job` prints all of them"
     if match := re.search(r"([^\n]+)\n\s+full_key: ([^\s\[]+)", text):
-        return f"{match.group(2)}: {_plain(match.group(1))}; {_default_override(match.group(2), config_class)}"
+        return f"{match.group(2)}: {type_problem(match.group(1))}; {_default_override(match.group(2), config_class)}"
     if match := re.search(r"Error parsing override '([^']+)'|LexerNoViableAltException: (.+)", text):
         return (
             f"{match.group(1) or match.group(2)} is not key=value; quote values with spaces, quotes or brackets twice, "
@@ -258,44 +197,21 @@ def _no_such_option(group: str, option: str, options: list[str]) -> str:
     return f"{group}={option} does not exist{closest(option, options)}; expected one of: {', '.join(options)}"
 
 
-def _plain(text: str) -> str:
-    """Return OmegaConf's message on a value of the wrong type without class names."""
-    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
-        return f"found {match.group(1)}, expected {match.group(2).lower()}"
-    if text.endswith("is not Optional"):
-        return "found null, expected a value"
-    if "ListConfig" in text:
-        return "found a list in place of another type, or the reverse"
-    return text
-
-
 def _default_override(key: str, config_class: type) -> str:
     """Return the override that restores the default of a setting; for a section, its first settings."""
     tree = schema(config_class)
-    while key and key not in _all_keys(tree):  # a key of a dict
+    while key and key not in all_keys(tree):  # a key of a dict
         key = key.rpartition(".")[0]
     if not key:
         return "leave it out for the default"
     value = OmegaConf.select(tree, key)
-    if isinstance(value, DictConfig) and key not in _free_form(config_class):
+    if isinstance(value, DictConfig) and key not in free_form(config_class):
         return f"leave {key} out, or set one of {', '.join(f'{key}.{name}' for name in list(value)[:3])}"
+    declared = declarations(config_class()).get(key)
+    if declared is not None and declared[0].example:
+        return f"set it, for example {declared[0].example}"
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return f"set {key}={json.dumps(plain, separators=(',', ':')).replace(chr(34), '')} (the default)"
-
-
-def _all_keys(tree: DictConfig) -> list[str]:
-    keys: list[str] = []
-
-    def walk(prefix: str, node: DictConfig) -> None:
-        for key in node:
-            name = f"{prefix}{key}"
-            keys.append(name)
-            child = node._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none():
-                walk(f"{name}.", child)
-
-    walk("", tree)
-    return keys
 
 
 def _print(message: str) -> None:

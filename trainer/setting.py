@@ -50,6 +50,8 @@ class Setting:
     may_be_infinite: bool = False
     when: When | None = None
     """None: always."""
+    example: str | None = None
+    """Override to paste, of a setting that has no default: its value here is empty."""
 
     def problem(self, value: Any) -> str | None:
         """Return the problem of a value as a phrase that follows it, or None."""

@@ -175,7 +175,7 @@ def configuration(settings: Sequence[str]) -> Config:
     from hydra.core.config_store import ConfigStore
 
     from lockstep.trainer.checks.validate import validate
-    from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+    from lockstep.trainer.compose import CONFIG_DIR, schema, to_config
 
     ConfigStore.instance().store(name="schema", node=schema())
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):

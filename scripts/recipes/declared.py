@@ -39,8 +39,8 @@ class Assumed:
 class Recipe:
     name: str
     title: str
-    experiment: str | None
-    """Value of `experiment=`; None for the demo, which is the default configuration."""
+    experiment: str
+    """Value of `experiment=`."""
     overrides: tuple[str, ...] = ()
     model: str
     data: str
@@ -120,7 +120,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             name="demo_calculator",
             title="The demo: a calculator, a model of 0.5 M parameters, on a CPU",
-            experiment=None,
+            experiment="demo",
             overrides=("updates=20", "eval.every=10", "eval.before_training=true", "eval.prompts=null"),
             model="models/calculator (`make model`)",
             data="data/demo/calculator (4,096 rows, 256 held out)",

@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.compose import CONFIG_DIR, schema, to_config
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding, set_buffers
 from lockstep.trainer.model.memory_plan import GIB, USABLE, MemoryPlan, advice, cache_gib_left, memory_plan
@@ -109,8 +109,13 @@ class Machine:
 
 def overrides_of(recipe: Recipe, extra: tuple[str, ...] = ()) -> list[str]:
     """Return the command line of scripts/train.py, the user's own words last."""
-    experiment = [f"experiment={recipe.experiment}"] if recipe.experiment else []
-    return [*experiment, *recipe.overrides, f"run_name=recipe-{recipe.name}", "resume=auto", *extra]
+    return [
+        f"experiment={recipe.experiment}",
+        *recipe.overrides,
+        f"run_name=recipe-{recipe.name}",
+        "resume=auto",
+        *extra,
+    ]
 
 
 def compose_config(overrides: list[str]) -> Config:
@@ -221,7 +226,7 @@ def refusals(plan: Plan, machine: Machine) -> Iterator[str]:
     if missing:
         yield f"found no package {', '.join(missing)}, expected it for the rewards; type {recipe.install}"
     model = Path(config.model.path)
-    if recipe.experiment is None and not (model / "config.json").is_file():
+    if recipe.experiment == "demo" and not (model / "config.json").is_file():
         yield f"found no model in {model}, expected the demo's; type make model"
     url = config.environment.settings.get("url")
     if url is not None and (problem := server_problem(str(url))):

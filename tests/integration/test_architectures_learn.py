@@ -14,6 +14,7 @@ from rich.console import Console
 
 from lockstep.demo.make import make_demo
 from lockstep.demo.manifest import ARCHITECTURE_NAMES, DEFAULT_ARCHITECTURE
+from tests.fixtures.composed import DEMO
 from tests.integration.test_run import metrics, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -26,9 +27,10 @@ def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Overrides that name the model of an architecture after its warm start, and the data."""
     directory: Path = tmp_path_factory.mktemp(request.param)
     made = make_demo(
-        "calculator", directory / "model", directory / "data", 0, Console(file=io.StringIO()), request.param
+        "calculator", directory / "model", directory / "data/demo", 0, Console(file=io.StringIO()), request.param
     )
-    return f"model.path={made.model_dir}", f"data.path={made.data_dir}/train.jsonl", f"run_root={directory}"
+    own = (f"model.path={made.model_dir}", f"data.path={made.data_dir}/train.jsonl", f"run_root={directory}")
+    return (DEMO, *own)
 
 
 @pytest.mark.parametrize("ranks", [None, 2])

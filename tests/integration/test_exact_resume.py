@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lockstep.rollout.saved_rollouts import read_rollouts
+from tests.fixtures.composed import DEMO
 from tests.fixtures.kills import Kill, Recipe, differences
 from tests.integration.test_run import demo, metrics  # noqa: F401  # `demo` is a fixture
 
@@ -31,8 +32,10 @@ PPO = (
 def recipe(demo: tuple[str, ...], root: Path, *overrides: str, **more: int) -> Recipe:  # noqa: F811
     """Settings with seven rows of data and three per step: every other step crosses the end of an epoch."""
     rows = Path(demo[1].removeprefix("data.path=")).read_text().splitlines()[:7]
-    (root / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    own = (demo[0], f"data.path={root}/rows.jsonl", "data.heldout_path=null")
+    data = root / "data/demo"
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    own = (DEMO, demo[0], f"data.path={data}/rows.jsonl", "data.heldout_path=null")
     return Recipe(overrides=(*own, *overrides, *SMALL), root=root, **more)
 
 
@@ -99,7 +102,8 @@ def test_two_kills_of_mixed_data_with_a_curriculum_change_nothing(demo: tuple[st
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     sources = f"{{few: {{path: {tmp_path}/few.jsonl, weight: 1}}, many: {{path: {tmp_path}/many.jsonl, weight: 2}}}}"
     overrides = (
-        demo[0], "data.heldout_path=null", f"data.sources={sources}", "data.curriculum.rest_epochs=1",
+        demo[0], "environment=calculator", "reward=calculator",
+        "data.heldout_path=null", f"data.sources={sources}", "data.curriculum.rest_epochs=1",
         "data.curriculum.weighting=learnability", "data.curriculum.window=2", "updates=12", *SMALL,
         "rollout.samples_per_prompt=4",
     )  # fmt: skip

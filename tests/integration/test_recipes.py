@@ -189,7 +189,7 @@ def test_an_interrupted_recipe_continues_and_a_missing_evaluation_is_made(
 ) -> None:
     def reproduce(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "scripts.reproduce", "demo_calculator", *demo, f"run_root={tmp_path}",
+            [sys.executable, "-m", "scripts.reproduce", "demo_calculator", *demo[:3], f"run_root={tmp_path}",
              "eval.prompts=8", "rollout.prompts_per_step=4", "logger.print_rollouts=0", "optimizer.lr=1e-9", *more],
             cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

@@ -20,6 +20,7 @@ from lockstep.rollout.saved_rollouts import read_rollouts
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.evaluate.results import compare, read_results
 from tests.fixtures import wandb_files
+from tests.fixtures.composed import DEMO
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.processes import descendants, wait_until_gone
 
@@ -31,7 +32,7 @@ SMALL = ("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "logger.p
 
 @pytest.fixture(scope="session")
 def demo() -> tuple[str, ...]:
-    """Overrides that name the demo's model and data, which are made if missing."""
+    """Overrides that name the demo, which is made if missing: model, training data, held-out data, experiment."""
     made = make_demo(
         "calculator", ROOT / "models/calculator", ROOT / "data/demo/calculator", 0, Console(file=sys.stderr)
     )
@@ -39,6 +40,7 @@ def demo() -> tuple[str, ...]:
         f"model.path={made.model_dir}",
         f"data.path={made.data_dir}/train.jsonl",
         f"data.heldout_path={made.data_dir}/heldout.jsonl",
+        DEMO,
     )
 
 

@@ -102,10 +102,10 @@ def _advantage(config: Config) -> Iterator[str]:
             f"{algorithm.overlong_buffer}, algorithm.length_control={algorithm.length_control}); set "
             "algorithm.overlong_buffer=0 algorithm.length_control=off, or algorithm.advantage=grpo"
         )
-    if config.rollout.ignore_eos and config.environment.max_turns != 1:
+    if config.rollout.ignore_eos and config.max_turns != 1:
         yield (
             "rollout.ignore_eos=true samples past the end of a turn and needs one turn per episode, found "
-            f"environment.max_turns={config.environment.max_turns}; set environment.max_turns=1"
+            f"environment.max_turns={config.max_turns}; set environment.max_turns=1"
         )
 
 

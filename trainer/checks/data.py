@@ -168,7 +168,7 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
     if config.data.heldout_path is not None and (trains or not config.eval.lm_eval.tasks):
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
-        if problem := path_problem(path):
+        if path and (problem := path_problem(path)):
             also = ", or data.heldout_path=null for no held-out data" if trains and name == "data.heldout_path" else ""
             command = data_command(path)
             make = f"run `{command}`, or " if command else ""

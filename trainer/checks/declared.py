@@ -20,6 +20,24 @@ def value_problems(settings: Any, prefix: str = "") -> Iterator[str]:
         yield f"{name}={typed(value)} {problem}{hint}; set {name}={typed(declared.default)}"
 
 
+def missing_problems(config: Config, *, needs_data: bool, trains: bool, scores: bool) -> Iterator[str]:
+    """Yield one sentence per setting without a default that is not set, with an example.
+
+    Arguments: those of `validate`.
+    """
+    only_tasks = not trains and not config.heldout_sets()  # of lm-eval, which score themselves
+    needed = {
+        "model.path": True,
+        "data.path": needs_data and trains and not config.data.sources,
+        "reward.functions": needs_data and scores and config.has_rollouts and not only_tasks,
+    }
+    found = declarations(config)
+    missing = [name for name, is_needed in needed.items() if is_needed and not found[name][1]]
+    for name in missing:
+        demo = ", or experiment=demo for the demo" if name == missing[-1] else ""
+        yield f"{name} is not set and has no default; set it, for example {found[name][0].example}{demo}"
+
+
 def choices_hold(settings: Any) -> bool:
     """Return True if every setting with choices has one of them; checks of conflicts rely on it."""
     found = declarations(settings).values()

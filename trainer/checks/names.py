@@ -56,7 +56,7 @@ def model_problems(config: Config) -> Iterator[str]:
             template_text(config.model.chat_template)
         except ConfigError as error:
             yield str(error)
-    if lacks_model(config.model.path):
+    if config.model.path and lacks_model(config.model.path):  # `missing_problems` reports an empty one
         command = model_command(config.model.path)
         make = f"run `{command}`" if command else "expected a saved model"
         yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
@@ -100,8 +100,6 @@ def reward_problems(config: Config) -> Iterator[str]:
                 f"reward.on_error.{outcome}={policy} is neither drop, raise nor a number; "
                 f"set reward.on_error.{outcome}=drop"
             )
-    if not config.reward.functions:
-        yield "reward.functions is empty, so every reward would be 0; set reward.functions=[exact_match]"
     for weight in config.reward.weights or []:
         if not math.isfinite(weight):
             yield f"reward.weights holds {weight}, which is not a finite number; set reward.weights=null for 1 each"

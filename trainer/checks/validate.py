@@ -9,7 +9,13 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.algorithm import algorithm_problems
 from lockstep.trainer.checks.correction import correction_problems
 from lockstep.trainer.checks.data import data_file_problems, data_problems, evaluation_problems, made_data_problems
-from lockstep.trainer.checks.declared import choices_hold, null_problems, unused_problems, value_problems
+from lockstep.trainer.checks.declared import (
+    choices_hold,
+    missing_problems,
+    null_problems,
+    unused_problems,
+    value_problems,
+)
 from lockstep.trainer.checks.engines import engine_problems, url_problems
 from lockstep.trainer.checks.first_row import first_row_problems
 from lockstep.trainer.checks.names import (
@@ -33,12 +39,14 @@ from lockstep.trainer.config.launcher import launch_problems
 from lockstep.trainer.config.schema import Config
 
 
-def validate(config: Config, *, needs_data: bool = True, trains: bool = True) -> None:
+def validate(config: Config, *, needs_data: bool = True, trains: bool = True, scores: bool = True) -> None:
     """Raise `ConfigError` with one line per problem, or return.
 
-    needs_data: True if the data files must exist. trains: True if training data is among them.
+    needs_data: True if the data files must exist. trains: True if training data is among them. scores: True if rewards
+    score what is sampled on the data.
     """
-    problems = list(value_problems(config))
+    problems = [*missing_problems(config, needs_data=needs_data, trains=trains, scores=scores)]
+    problems += value_problems(config)
     # Conflicts depend on what the loss and the advantage need, so their files are loaded first.
     own = list(objective_problems(config)) if choices_hold(config) else []
     problems += own

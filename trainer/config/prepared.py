@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 DATA = {"data/demo": "make_demo_model.py", "data/real": "make_real_model.py"}
 """Scripts by the folder of their data, which has one folder per task."""
+DEMO = "data/demo"
+"""Folder of the data that these environments, and this reward, are for."""
+DEMO_ENVIRONMENTS = ("calculator", "slow_calculator", "chain", "reverse")
+DEMO_REWARD = "demo_answer"
 FILES = ("train.jsonl", "heldout.jsonl")
 """Files that each of these scripts writes for a task."""
 DEMONSTRATIONS = ("demonstrations.jsonl", "demonstrations_heldout.jsonl")
@@ -35,4 +40,5 @@ def data_command(path: str) -> str | None:
 
 def data_folder(path: str) -> str | None:
     """Return the folder of prepared data that a path is in, or None."""
-    return next((folder for folder in DATA if path.startswith(f"{folder}/")), None)
+    place = f"/{os.path.normpath(path)}"
+    return next((folder for folder in DATA if f"/{folder}/" in place), None)

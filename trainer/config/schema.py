@@ -21,7 +21,7 @@ from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.config.groups.outputs_settings import CheckpointConfig, HubConfig, LoggerConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
 from lockstep.trainer.config.groups.serving_settings import GatewayConfig, ServerConfig
-from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
+from lockstep.trainer.config.groups.task_settings import SINGLE_TURN, EnvironmentConfig, RewardConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.objective.own.lookup import advantage_named
 from lockstep.trainer.setting import setting
@@ -197,6 +197,11 @@ class Config:
         return "keep" if self.rollout.max_staleness else "wait"
 
     @property
+    def max_turns(self) -> int:
+        """environment.max_turns with null resolved."""
+        return self.environment.max_turns or (1 if self.environment.name in SINGLE_TURN else 3)
+
+    @property
     def horizon(self) -> int:
         """Maximum completion length of a rollout over all of its turns [tokens]."""
-        return self.algorithm.max_completion_tokens or (self.environment.max_turns * self.rollout.max_tokens_per_turn)
+        return self.algorithm.max_completion_tokens or (self.max_turns * self.rollout.max_tokens_per_turn)

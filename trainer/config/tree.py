@@ -64,7 +64,8 @@ def settings_tree(values: Mapping[str, Any]) -> Tree:
             if section not in branches:
                 branches[section] = branches[section[:-1]].add(Text(section[-1], style="cyan"))
         line = Text.assemble((setting.path[-1], "bold"), " ", (setting.shown, "bold"))
-        line.append(f"  (default {flow(setting.default)})", style="dim")
+        if setting.default not in ("", []):  # else it is required
+            line.append(f"  (default {flow(setting.default)})", style="dim")
         branches[setting.path[:-1]].add(line)
     return tree
 

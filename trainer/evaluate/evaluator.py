@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from lockstep.rollout.sampler.sampler import OnRollout, Sampler
 from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.build import make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
 from lockstep.trainer.engines.start import start_engine
@@ -177,6 +179,7 @@ def comparable_settings(config: Config) -> dict[str, Any]:
         )
     found = {name: attrgetter(name)(config) for name in names}
     if config.heldout_sets():
+        found["environment.max_turns"] = config.max_turns
         found["eval.max_tokens_per_turn"] = settings.max_tokens_per_turn or config.rollout.max_tokens_per_turn
     return found
 
@@ -186,6 +189,8 @@ def run(config: Config) -> None:
     settings = config.eval
     other = settings.compare_to
     console = RunConsole(enabled=True, total_updates=0)
+    if config.heldout_sets():
+        console.say(describe_task(config, sys.argv[1:], trains=False))
     if config.model.adapters:
         _run_adapters(config, console)
         return

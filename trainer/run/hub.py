@@ -69,7 +69,7 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
         "rollout correction": config.correction.mode,
         "updates": str(config.updates),
         "rollouts per batch": f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples",
-        "longest answer": f"{rollout.max_tokens_per_turn} tokens per turn, {config.environment.max_turns} turns",
+        "longest answer": f"{rollout.max_tokens_per_turn} tokens per turn, {config.max_turns} turns",
         "learning rate": f"{config.optimizer.peak_lr:g} ({config.optimizer.name}, {config.optimizer.schedule})",
         "adapters": f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "none",
         "seed": str(config.seed),

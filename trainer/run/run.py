@@ -15,6 +15,7 @@ from lockstep.rollout.system.gc_freeze import gc_frozen
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.run_dir import RunDirectory, open_run
 from lockstep.trainer.checks.algorithm import algorithm_warnings
+from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import code_of_files, unisolated_settings
 from lockstep.trainer.distributed.distributed import Distributed
@@ -48,7 +49,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
-            console.say(f"run directory  {directory.path}")
+            console.say(f"run directory  {directory.path}\n{describe_task(config, sys.argv[1:])}")
             if user_code := code_of_files(config):
                 console.say(f"code of your files, run with your rights: {', '.join(user_code)}")
             for name in unisolated_settings(config):

@@ -39,6 +39,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import make_chat, make_rewards, make_sampling
 from lockstep.trainer.checks.names import group_wise_rewards, scores_groups_alone
+from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
@@ -90,6 +91,7 @@ def _show(config: Config) -> None:
     console = Console(highlight=False, quiet=not distributed.is_main)
     with distributed, BackgroundLoop() as loop:
         run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
+        run_console.say(describe_task(config, sys.argv[1:]))
         refuse_unfit_models(config, run_console.say)
         chat = make_chat(config)
         if config.has_rollouts:
@@ -151,7 +153,7 @@ def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:
     """Return the rollouts, tokens, updates and packs of a run, in words, by what they count."""
     rollout, algorithm = config.rollout, config.algorithm
     batch = rollout.prompts_per_step * rollout.samples_per_prompt
-    tokens = batch * min(config.environment.max_turns * rollout.max_tokens_per_turn, rollout.max_model_len)
+    tokens = batch * min(config.max_turns * rollout.max_tokens_per_turn, rollout.max_model_len)
     extra = algorithm.max_refills * batch if algorithm.dynamic_sampling else 0
     extra += rollout.prompts_per_step if config.needs_greedy else 0
     updates_per_step = algorithm.epochs * algorithm.minibatches
@@ -233,7 +235,7 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
                 environment=environment,
                 example=row,
                 sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
-                max_turns=config.environment.max_turns,
+                max_turns=config.max_turns,
                 rollout_id=number,
                 group_id=number,
                 seed=0,

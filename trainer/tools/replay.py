@@ -38,8 +38,8 @@ from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sa
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checks.validate import validate
-from lockstep.trainer.cli import schema, to_config
 from lockstep.trainer.collect.groups import Collected, is_kept
+from lockstep.trainer.compose import schema, to_config
 from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
 from lockstep.trainer.config.groups.task_settings import RewardConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from lockstep.rewards.composition import make_reward_set
 from lockstep.rollout.environments import ENVIRONMENTS, make_environment
@@ -18,8 +16,9 @@ from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import Rollout, RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.trainer.checks.validate import validate
-from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.schema import Config
+from tests.fixtures.composed import composed as compose
 from tests.fixtures.pages import bash_blocks, python_files
 from tests.fixtures.policies import CHAT, Policy, last_turn, play, sampling, tool_call
 
@@ -60,10 +59,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def composed(directory: Path, *overrides: str) -> Config:
-    ConfigStore.instance().store(name="schema", node=schema())
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        own = (f"model.path={directory}", f"data.path={directory}/rows.jsonl", "data.heldout_path=null")
-        return to_config(compose("train", overrides=[*own, *overrides]))
+    own = (f"model.path={directory}", f"data.path={directory}/rows.jsonl", "data.heldout_path=null")
+    return compose(*own, *(word for word in overrides if not word.endswith("=...")))
 
 
 PACKAGES = {"textarena": "textarena", "benchmarks/environments/guess.py:Guess": "textarena"}

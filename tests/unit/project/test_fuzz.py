@@ -32,7 +32,8 @@ from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
 from lockstep.rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
 from lockstep.trainer.checks.validate import validate
-from lockstep.trainer.cli import CONFIG_DIR, explain, to_config
+from lockstep.trainer.cli import explain
+from lockstep.trainer.compose import CONFIG_DIR, to_config
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.evaluate.results import PromptResult, SetResult, read_results, write_results

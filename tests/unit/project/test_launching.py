@@ -16,7 +16,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from lockstep.trainer.cli import CONFIG_DIR
+from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.tools.serve_engine import command
 from tests.unit.project.test_slurm import config_of
 

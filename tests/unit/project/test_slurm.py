@@ -11,14 +11,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from lockstep.rollout.system.addresses import is_loopback
 from lockstep.trainer.checks.validate import validate
-from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.tools.serve_engine import command
+from tests.fixtures.composed import composed
 
 ROOT = CONFIG_DIR.parent
 SCRIPT = CONFIG_DIR / "slurm" / "servers.sbatch"
@@ -74,7 +73,7 @@ def commands(tmp_path: Path) -> dict[str, list[str]]:
         "SLURM_JOB_NODELIST": "node-[a-d]",
         "SLURM_GPUS_ON_NODE": "8",
     }
-    settings = [f"model.path={model}", f"data.path={data}", "data.heldout_path=null", "rollout.max_model_len=8192"]
+    settings = [f"model.path={model}", f"data.path={data}", "reward=numeric", "rollout.max_model_len=8192"]
     done = subprocess.run(["bash", SCRIPT, *settings], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
@@ -83,9 +82,7 @@ def commands(tmp_path: Path) -> dict[str, list[str]]:
 
 
 def config_of(overrides: list[str]) -> Config:
-    ConfigStore.instance().store(name="schema", node=schema())
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = to_config(compose("train", overrides=overrides))
+    config = composed(*overrides)
     validate(config)
     return config
 

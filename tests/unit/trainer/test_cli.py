@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.validate import validate
-from lockstep.trainer.cli import CONFIG_DIR, drop_prepared_heldout, launch, schema, to_config
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.cli import launch
+from lockstep.trainer.compose import CONFIG_DIR, drop_prepared_heldout
+from tests.fixtures.composed import demo as composed
 
 ROOT = CONFIG_DIR.parent
 LAUNCHERS = ("accelerate", "kubernetes", "skypilot", "dstack")
@@ -22,15 +21,6 @@ GROUP_FILES = sorted(
     for path in CONFIG_DIR.glob("*/*.yaml")
     if path.parent.name not in LAUNCHERS
 )
-
-
-SCHEMA = schema()
-
-
-def composed(*overrides: str) -> Config:
-    ConfigStore.instance().store(name="schema", node=SCHEMA)
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return to_config(compose("train", overrides=list(overrides)))
 
 
 @pytest.fixture
@@ -134,7 +124,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["correction.logp_old=bypass", "algorithm.epochs=2"], ["correction.logp_old=recompute"]),
         (["share_prefixes=always", "model.attn_implementation=sdpa"], ["share_prefixes=auto"]),
         (["correction.low=3"], ["correction.low=0.5"]),
-        (["reward.functions=[]"], ["reward.functions=[exact_match]"]),
+        (["reward.functions=[]"], ["reward.functions is not set", "reward=numeric"]),
         (["reward.functions=[exact_mach]"], ["did you mean 'exact_match'", "path/to/file.py:function"]),
         (["reward.functions=[nowhere.py:score]"], ["no file nowhere.py"]),
         (["reward.functions=[scripts/train.py:absent]"], ["scripts/train.py has no function 'absent'; it has "]),
@@ -313,7 +303,7 @@ def test_a_mistake_on_the_command_line_gets_one_line(argument: str, expected: st
         ("model=null", "model=null does not exist; expected one of: calculator"),
         ("=3", "expected key=value"),
         ('run_name="abc', 'run_name="abc is not key=value'),
-        ("model.path=null", "model.path: found null, expected a value; set model.path=models/calculator"),
+        ("model.path=null", "model.path: found null, expected a value; set it, for example model.path=Q"),
         ("optimizer.betas=3", "set optimizer.betas=[0.9,0.95]"),
         ("optimizer.betas=[a,0.9]", "optimizer.betas: found a, expected float; set optimizer.betas=[0.9,0.95]"),
         ("correction.rejection={token_k3: abc}", "set correction.rejection={}"),
@@ -322,7 +312,7 @@ def test_a_mistake_on_the_command_line_gets_one_line(argument: str, expected: st
             "model.load_in_4bit=true",
             "for QLoRA set model.path to a quantized checkpoint (docs/adapters.md) and model.lora.rank=16",
         ),
-        ("model.path=${nothing}", "set model.path=models/calculator"),
+        ("model.path=${nothing}", "set it, for example model.path=Q"),
     ],
 )
 def test_a_value_of_the_wrong_type_gets_one_line_with_a_fix(
@@ -342,7 +332,7 @@ def test_a_value_of_the_wrong_type_gets_one_line_with_a_fix(
 
 def test_a_mistake_is_found_before_torch_is_imported(complete: tuple[str, ...]) -> None:
     code = (
-        "import sys; sys.argv = ['train.py', 'updates=0']\n"
+        "import sys; sys.argv = ['train.py', 'experiment=demo', 'updates=0']\n"
         "from lockstep.trainer.cli import launch\n"
         "try: launch(print)\n"
         "except SystemExit: pass\n"
@@ -355,7 +345,7 @@ def test_a_mistake_is_found_before_torch_is_imported(complete: tuple[str, ...]) 
 def test_settings_of_a_reward_are_checked_before_the_environment_is_loaded(complete: tuple[str, ...]) -> None:
     """The environment may import transformers, which takes seconds."""
     code = (
-        "import sys; sys.argv = ['train.py', 'reward.settings.demo_answer.foo=1']\n"
+        "import sys; sys.argv = ['train.py', 'experiment=demo', 'reward.settings.demo_answer.foo=1']\n"
         "from lockstep.trainer.cli import launch\n"
         "try: launch(print)\n"
         "except SystemExit as stop: print(stop.code)\n"

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from lockstep.trainer.cli import CONFIG_DIR, launch
+from lockstep.trainer.cli import launch
+from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
 

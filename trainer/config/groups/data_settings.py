@@ -79,9 +79,10 @@ class CurriculumConfig:
 @dataclass
 class DataConfig:
     path: str = setting(
-        "data/demo/calculator/train.jsonl",
+        "",
         "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, or a hub data set id; with algorithm=sft also "
         "rollouts:<run, directory or file>",
+        example="data.path=my.jsonl",
     )
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str = setting("train", "split of a hub data set")

@@ -30,7 +30,11 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
-    path: str = setting("models/calculator", "directory or hub id of the policy, for `from_pretrained`")
+    path: str = setting(
+        "",
+        "directory or hub id of the policy, for `from_pretrained`",
+        example="model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    )
     dtype: str = setting(
         "float32",
         "dtype of computation and engine; bfloat16: master weights, gradients and optimizer stay float32",

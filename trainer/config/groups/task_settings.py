@@ -9,12 +9,17 @@ from lockstep.rewards.functions.built_in import ISOLATED
 from lockstep.trainer.config.conditions import WORKERS
 from lockstep.trainer.setting import setting
 
+SINGLE_TURN = ("single_turn", "reverse")
+"""Environments whose episodes end after one answer."""
+
 
 @dataclass
 class EnvironmentConfig:
-    name: str = setting("calculator", "key of rollout.environments.ENVIRONMENTS, or path/to/file.py:ClassName")
+    name: str = setting("single_turn", "key of rollout.environments.ENVIRONMENTS, or path/to/file.py:ClassName")
     settings: dict[str, Any] = setting({}, "keyword arguments of the environment")
-    max_turns: int = setting(3, "maximum number of assistant turns per episode", low=1)
+    max_turns: int | None = setting(
+        None, "maximum number of assistant turns per episode; null: 1 of single_turn, 3 of others", low=1
+    )
     call_timeout_s: float = setting(
         600.0,
         "limit of one reset, step, conclude or close, without the engine, tool calls and waits for a place [s]",
@@ -30,7 +35,11 @@ class EnvironmentConfig:
 
 @dataclass
 class RewardConfig:
-    functions: list[str] = setting(["demo_answer"], "reward functions: a built-in name, or path/to/file.py:function")
+    functions: list[str] = setting(
+        [],
+        "reward functions: a built-in name, or path/to/file.py:function",
+        example="reward=numeric (the last number against that of column `answer`), or 'reward.functions=[my.py:score]'",
+    )
     weights: list[float] | None = setting(None, "weight per reward function, in the same order; null: 1 each")
     settings: dict[str, Any] = setting({}, "keyword arguments per reward function name")
     timeout_s: float = setting(30.0, "wall-clock limit of one reward call [s]", above=0)

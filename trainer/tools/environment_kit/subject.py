@@ -156,7 +156,7 @@ class Subject:
             engine=engine,
             chat=self.chat,
             make_environment=make,
-            max_turns=self.config.environment.max_turns,
+            max_turns=self.config.max_turns,
             seed=self.config.seed,
             gateway=make_gateway_settings(self.config),
         )

@@ -5,18 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from lockstep.trainer.checks.algorithm import algorithm_problems, algorithm_warnings
-from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
-from lockstep.trainer.config.schema import Config
-
-
-def composed(*overrides: str) -> Config:
-    ConfigStore.instance().store(name="schema", node=schema())
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return to_config(compose("train", overrides=[*overrides]))
+from lockstep.trainer.compose import CONFIG_DIR
+from tests.fixtures.composed import demo as composed
 
 
 def warnings(*overrides: str) -> list[str]:
@@ -75,9 +67,7 @@ def test_presets_are_what_their_names_say(preset: str) -> None:
 
 
 def problems(*overrides: str) -> list[str]:
-    ConfigStore.instance().store(name="schema", node=schema())
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return list(algorithm_problems(to_config(compose("train", overrides=[*overrides]))))
+    return list(algorithm_problems(composed(*overrides)))
 
 
 @pytest.mark.parametrize("preset", ["opd", "opd_topk"])

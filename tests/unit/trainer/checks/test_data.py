@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.trainer.checks.data import data_file_problems, evaluation_problems
-from tests.unit.trainer.test_cli import composed
+from tests.fixtures.composed import demo as composed
 
 
 def test_a_missing_held_out_file_can_be_left_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

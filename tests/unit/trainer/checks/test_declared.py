@@ -12,8 +12,9 @@ from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.declare import declared_arguments
 from lockstep.trainer.setting import declarations
+from tests.fixtures.composed import demo as composed
 from tests.fixtures.pages import PAGES, bash_blocks
-from tests.unit.trainer.test_cli import complete, composed
+from tests.unit.trainer.test_cli import complete
 
 __all__ = ["complete"]  # a fixture
 

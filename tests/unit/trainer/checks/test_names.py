@@ -11,7 +11,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.names import reward_name_problems, sandbox_problems
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.config.user_code import runs_unisolated, unisolated_settings
-from tests.unit.trainer.test_cli import composed
+from tests.fixtures.composed import demo as composed
 
 CODE = "reward.functions=[code_tests]"
 UNSAFE = "+reward.settings.code_tests.unsafe=true"

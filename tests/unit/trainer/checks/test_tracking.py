@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.trainer.checks.tracking import tracking_problems
-from tests.unit.trainer.test_cli import composed
+from tests.fixtures.composed import demo as composed
 
 
 @pytest.fixture(autouse=True)

@@ -144,7 +144,7 @@ def test_saved_scores_are_those_of_saved_rollouts(
 
 def test_addresses_of_the_servers_of_a_teacher_are_checked_without_rollouts(tmp_path: Path) -> None:
     made = config(tmp_path / "rows.jsonl", TALK)
-    made.demonstrations.teacher_divergence = "jsd"
+    made.model.path, made.demonstrations.teacher_divergence = "my/model", "jsd"
     made.teacher = TeacherConfig(path=made.model.path, urls=["http://me:secret@10.0.0.7:8000"])
     with pytest.raises(ConfigError, match=r"^teacher\.urls: .* keys belong in the environment.*teacher\.urls=\[http"):
         validate(made, needs_data=False)

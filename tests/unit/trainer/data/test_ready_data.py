@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
 from lockstep.rewards.composition import make_reward_set
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.records import Rollout
 from lockstep.trainer.checks.validate import validate
-from lockstep.trainer.cli import CONFIG_DIR, schema, to_config
+from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import load_data_set, training_data
 from lockstep.trainer.reward_model.config import RewardModelConfig
 from lockstep.trainer.reward_model.config import check as check_reward_model
 from lockstep.trainer.reward_model.data import Lengths, read_comparisons
+from tests.fixtures.composed import composed
 from tests.fixtures.paths import FIXTURES
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -33,12 +32,6 @@ READY = {
     **{"reverse_text": "reverse_text", "nq_hotpotqa": "question_answer"},
 }
 """Reward group by data group, as in the data group's file."""
-
-
-def composed(*overrides: str, config_name: str = "train", config_class: type = Config) -> Any:
-    ConfigStore.instance().store(name="schema", node=schema(config_class))
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return to_config(compose(config_name, overrides=list(overrides)), config_class)
 
 
 @pytest.fixture
@@ -191,8 +184,8 @@ def test_the_commands_at_the_top_of_an_experiment_are_accepted(file: Path, tmp_p
                 composed(*overrides, *own, config_name="train_reward_model", config_class=RewardModelConfig)
             )
         elif script in ("scripts/train.py", "scripts/evaluate.py", "scripts/serve_engine.py"):
-            if overrides == ["model.path=runs/sft/model"]:
-                continue  # the training after experiment=sft, with the defaults
+            if overrides == ["experiment=demo", "model.path=runs/sft/model"]:
+                continue  # the training after experiment=sft
             assert f"experiment={file.stem}" in overrides
             own = [f"model.path={tmp_path}", f"data.path={rows}"]
             config = composed(*overrides, *own, f"data.heldout_path={rows}")

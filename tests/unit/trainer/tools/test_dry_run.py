@@ -30,6 +30,7 @@ from lockstep.trainer.tools.dry_run import (
     run_counts,
     sampled_answer,
 )
+from tests.fixtures.composed import DEMO, composed
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import CHAT, TOKENIZER
@@ -79,6 +80,7 @@ class TestPreview:
     async def test_rows_of_an_environment_that_calls_the_engine_are_left_out(self):
         config = Config()
         config.environment.name, config.environment.settings = "agent", {"agent": print}
+        config.reward.functions = ["exact_match"]
         rollouts, notes = await preview(config, CHAT, [DEMO_ROW, DEMO_ROW])
         assert list(rollouts) == []
         assert "Rollout 1 is left out, because its environment calls the engine itself." in notes
@@ -119,8 +121,8 @@ class TestMask:
 
 
 class TestCounts:
-    def test_counts_of_the_default_run(self):
-        counts = run_counts(Config(), ranks=1, data_rows=640)
+    def test_counts_of_the_demo(self):
+        counts = run_counts(composed(DEMO), ranks=1, data_rows=640)
         assert counts["a step samples"] == "16 prompts x 8 samples = 128 rollouts, at most 18,432 sampled tokens"
         assert counts["a step trains"] == "1 optimizer updates on 128 rollouts each"
         # 128 rows of 512 tokens in packs of 16384

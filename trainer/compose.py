@@ -1,0 +1,171 @@
+"""Composition: from groups, files and the words of a command line to a `Config`, and which of them chose the task."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.tools import ToolEnvironment
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.prepared import DEMO, DEMO_ENVIRONMENTS, DEMO_REWARD, data_folder
+from lockstep.trainer.config.redaction import redact_text
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.setting import declarations
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+TASK = {
+    "model": ("model", "model.path"),
+    "data": ("data", "data.path", "data.sources", "data.heldout_path", "eval.sets"),
+    "environment": ("environment", "environment.name"),
+    "reward": ("reward", "reward.functions"),
+}
+"""Parts of a task, each with the words that choose it; `model` alone is a group."""
+
+
+def schema(config_class: type = Config) -> DictConfig:
+    """Return the tree of all settings with their defaults."""
+    tree = OmegaConf.structured(config_class)
+    for name in free_form(config_class):  # so that environment.settings.anything=1 needs no `+`
+        OmegaConf.set_struct(OmegaConf.select(tree, name), False)
+    return tree
+
+
+def free_form(config_class: type) -> tuple[str, ...]:
+    """Return the settings that are dicts, whose keys the user chooses (arguments, functions, columns, outcomes)."""
+    return tuple(name for name, (_, value) in declarations(config_class()).items() if isinstance(value, dict))
+
+
+def all_keys(tree: DictConfig) -> list[str]:
+    """Return the dotted names of all settings and sections of a tree."""
+    keys: list[str] = []
+
+    def walk(prefix: str, node: DictConfig) -> None:
+        for key in node:
+            name = f"{prefix}{key}"
+            keys.append(name)
+            child = node._get_node(key)
+            if isinstance(child, DictConfig) and not child._is_none():
+                walk(f"{name}.", child)
+
+    walk("", tree)
+    return keys
+
+
+def to_config(tree: DictConfig, config_class: type = Config) -> Any:
+    """Convert a composed tree. Raises `ConfigError` for keys that are no settings."""
+    known = set(all_keys(schema(config_class)))
+    own = tuple(f"{name}." for name in free_form(config_class))
+    for key in all_keys(tree):  # `+key=value` gets past the schema
+        if key not in known and not key.startswith(own):
+            raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
+    if isinstance(config, Config):
+        config.data.sources = _data_sets("data.sources", config.data.sources)
+        config.eval.sets = _data_sets("eval.sets", config.eval.sets)
+    return config
+
+
+def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig]:
+    """Convert entries to `DataSetConfig`, without null ones. Raises `ConfigError` for other types."""
+    known = [field.name for field in dataclasses.fields(DataSetConfig)]
+    found = {}
+    for name, entry in entries.items():
+        if entry is None:
+            continue
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{setting}.{name}={entry} is not a data set; set {setting}.{name}.path=<file or hub id>")
+        for key in entry:
+            if key not in known:
+                raise ConfigError(
+                    f"{setting}.{name}.{key} is not a setting{closest(str(key), known)}; set one of {', '.join(known)}"
+                )
+        try:
+            found[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSetConfig), entry))
+        except OmegaConfBaseException as error:
+            first, _, _ = str(error).partition("\n")
+            key = getattr(error, "full_key", None) or "?"
+            raise ConfigError(f"{setting}.{name}.{key}: {type_problem(first)}; leave it out for the default") from error
+    return found
+
+
+def type_problem(text: str) -> str:
+    """Return OmegaConf's message on a value of the wrong type without class names."""
+    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
+        return f"found {match.group(1)}, expected {match.group(2).lower()}"
+    if text.endswith("is not Optional"):
+        return "found null, expected a value"
+    if "ListConfig" in text:
+        return "found a list in place of another type, or the reverse"
+    return text
+
+
+def sets(words: Sequence[str], *keys: str) -> bool:
+    """Return True if a word of the command line sets one of these settings or groups, or something inside of one."""
+    typed = [word.lstrip("+").partition("=")[0] for word in words]
+    return any(name == key or ("." in key and name.startswith(f"{key}.")) for name in typed for key in keys)
+
+
+def drop_prepared_heldout(config: Config, words: Sequence[str]) -> None:
+    """Set data.heldout_path to null if it is prepared data, and neither training data nor the command line asks for it.
+
+    A group as data=calculator or experiment=real names both, and `data.path=...` replaces only one.
+    """
+    folder = data_folder(config.data.heldout_path or "")
+    paths = [data_set.path for data_set in config.data.training_sets().values()]
+    if folder is not None and not sets(words, "data.heldout_path") and folder not in map(data_folder, paths):
+        config.data.heldout_path = None
+
+
+def refuse_demo_parts(config: Config, words: Sequence[str]) -> None:
+    """Raise `ConfigError` if other data was typed for the environment or the reward of a demo, and these were not."""
+    used = {**config.data.training_sets(), **config.heldout_sets()}.values()
+    other = [data_set.path for data_set in used if data_set.path and data_folder(data_set.path) != DEMO]
+    if not other or not config.has_rollouts or not sets(words, *TASK["data"]):
+        return
+    name = config.environment.name
+    kept = [f"environment {name}"] if name in DEMO_ENVIRONMENTS and not sets(words, *TASK["environment"]) else []
+    if DEMO_REWARD in config.reward.functions and not sets(words, *TASK["reward"]):
+        kept.append(f"reward {DEMO_REWARD}")
+    if kept:
+        raise ConfigError(
+            f"{other[0]} is not data of the demo, which {' and '.join(kept)} {'are' if kept[1:] else 'is'} for; set "
+            "environment=single_turn reward=numeric, or others that fit your data"
+        )
+
+
+def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) -> str:
+    """Return one line per part of the task, and a line on the parts that an experiment chose beside those typed.
+
+    words: the command line. trains: False for held-out data alone.
+    """
+    data_sets = config.data.training_sets() if trains else config.heldout_sets()
+    data = [f"{name}: {one.path}" if name else one.path for name, one in data_sets.items()]
+    parts = {"model": config.model.path, "data": ", ".join(data)}
+    if config.has_rollouts:
+        weights = config.reward.weight_by_name.items()
+        parts["environment"] = _environment(config)
+        parts["reward"] = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights)
+    typed = [part for part in parts if sets(words, *TASK[part])]
+    kept = [part for part in parts if part not in typed]
+    experiment = [word for word in words if word.startswith("experiment=")]
+    if experiment and typed and kept:
+        parts["kept"] = f"{', '.join(kept)} of {experiment[-1]}, beside another {', '.join(typed)}"
+    return redact_text("\n".join(f"{part:<14} {text}" for part, text in parts.items()))
+
+
+def _environment(config: Config) -> str:
+    name, turns = config.environment.name, config.max_turns
+    environment = make_environment(name, **config.environment.settings)
+    tools = [tool["function"]["name"] for tool in environment.tools] if isinstance(environment, ToolEnvironment) else []
+    named = f" with the tool{'s' * (len(tools) > 1)} {', '.join(tools)}" if tools else ""
+    return f"{name}{named}, at most {turns} turn{'s' * (turns > 1)}"
