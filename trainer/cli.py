@@ -31,7 +31,6 @@ from lockstep.trainer.compose import (
     CONFIG_DIR,
     all_keys,
     drop_prepared_heldout,
-    free_form,
     refuse_demo_parts,
     schema,
     to_config,
@@ -40,7 +39,8 @@ from lockstep.trainer.compose import (
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.setting import declarations
+from lockstep.trainer.resumption import check_resumed, new_run_hint, saved_run, store_base
+from lockstep.trainer.setting import declarations, free_form
 
 INTERRUPTED = "interrupted"
 EXIT_LIMIT_S = 60.0
@@ -77,28 +77,36 @@ def launch(
     ConfigStore.instance().store(name="schema", node=schema(config_class))
 
     composed: list[DictConfig] = []
-    # Hydra adds lines to errors of its task, so the task only returns the tree.
-    compose = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
-
     configs: list[Any] = []
+    words = sys.argv[1:]
     try:
-        _composed_by(compose)
+        saved = saved_run(words) if config_class is Config else None
+        if saved is not None:
+            config_name = store_base(saved.settings, path=saved.path)
+        # Hydra adds lines to errors of its task, so the task only returns the tree.
+        _composed_by(
+            hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
+        )
         for tree in composed:  # empty after --help and --cfg
             config = to_config(tree, config_class)
+            if saved is not None:
+                check_resumed(saved, config, words)
             if isinstance(config, Config):
-                drop_prepared_heldout(config, sys.argv[1:])
-                refuse_demo_parts(config, sys.argv[1:])
+                drop_prepared_heldout(config, words)
+                refuse_demo_parts(config, words)
             check(config)
             configs.append(config)
     except (HydraException, OmegaConfBaseException) as error:
         _print(explain(error, config_class))
         sys.exit(2)
     except LockstepError as error:
-        _print(_message(error))
+        _print("\n".join(filter(None, [new_run_hint(words), _message(error)])))
         sys.exit(_status(error))
     except KeyboardInterrupt:
         _print(INTERRUPTED)
         sys.exit(130)
+    if saved is not None and saved.unknown and os.environ.get("RANK", "0") == "0":
+        _print(f"{saved.path} holds settings that this version does not know, left out: {', '.join(saved.unknown)}")
     for config in configs:
         run_or_end(lambda config=config: main(config))
 
@@ -205,7 +213,7 @@ def _default_override(key: str, config_class: type) -> str:
     if not key:
         return "leave it out for the default"
     value = OmegaConf.select(tree, key)
-    if isinstance(value, DictConfig) and key not in free_form(config_class):
+    if isinstance(value, DictConfig) and key not in free_form(config_class()):
         return f"leave {key} out, or set one of {', '.join(f'{key}.{name}' for name in list(value)[:3])}"
     declared = declarations(config_class()).get(key)
     if declared is not None and declared[0].example:

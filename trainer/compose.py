@@ -19,7 +19,7 @@ from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.prepared import DEMO, DEMO_ENVIRONMENTS, DEMO_REWARD, data_folder
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.setting import declarations
+from lockstep.trainer.setting import free_form
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 TASK = {
@@ -34,14 +34,9 @@ TASK = {
 def schema(config_class: type = Config) -> DictConfig:
     """Return the tree of all settings with their defaults."""
     tree = OmegaConf.structured(config_class)
-    for name in free_form(config_class):  # so that environment.settings.anything=1 needs no `+`
+    for name in free_form(config_class()):  # so that environment.settings.anything=1 needs no `+`
         OmegaConf.set_struct(OmegaConf.select(tree, name), False)
     return tree
-
-
-def free_form(config_class: type) -> tuple[str, ...]:
-    """Return the settings that are dicts, whose keys the user chooses (arguments, functions, columns, outcomes)."""
-    return tuple(name for name, (_, value) in declarations(config_class()).items() if isinstance(value, dict))
 
 
 def all_keys(tree: DictConfig) -> list[str]:
@@ -63,7 +58,7 @@ def all_keys(tree: DictConfig) -> list[str]:
 def to_config(tree: DictConfig, config_class: type = Config) -> Any:
     """Convert a composed tree. Raises `ConfigError` for keys that are no settings."""
     known = set(all_keys(schema(config_class)))
-    own = tuple(f"{name}." for name in free_form(config_class))
+    own = tuple(f"{name}." for name in free_form(config_class()))
     for key in all_keys(tree):  # `+key=value` gets past the schema
         if key not in known and not key.startswith(own):
             raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")

@@ -119,6 +119,11 @@ def declarations(settings: Any, prefix: str = "") -> dict[str, tuple[Setting, An
     return found
 
 
+def free_form(settings: Any) -> tuple[str, ...]:
+    """Return the settings that are dicts, whose keys the user chooses (arguments, functions, columns, outcomes)."""
+    return tuple(name for name, (_, value) in declarations(settings).items() if isinstance(value, dict))
+
+
 def typed(value: Any) -> str:
     """Format a value for the command line."""
     if isinstance(value, list):

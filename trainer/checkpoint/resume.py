@@ -41,18 +41,24 @@ def belongs_to(path: str | Path, checkpoints: Path) -> bool:
     return Path(path).resolve().parent == checkpoints.resolve()
 
 
-def restore(
-    config: Config, settings: Mapping[str, Any], checkpoints: Path, distributed: Distributed
-) -> tuple[Resumed | None, list[str]]:
-    """Load the checkpoint that `config.resume` selects into the prepared module and optimizer; a collective.
+def select(config: Config, distributed: Distributed) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint that `config.resume` selects (None: a new run), and a message on each skipped one.
 
-    settings: the configuration as checkpoints store it. Returns None for a new run, and a message on each skipped
-    checkpoint. Raises `CheckpointError` on all ranks if the selected checkpoint cannot be loaded.
+    A collective, before anything heavy starts. Raises `CheckpointError` on all ranks if it is not complete.
     """
+    checkpoints = Path(config.run_root) / str(config.run_name) / "checkpoints"
     path, skipped = distributed.together(lambda: checkpoint.find(config.resume, checkpoints))
-    messages = [f"checkpoint skipped: {message}" for message in skipped]
-    if path is None:
-        return None, messages
+    return path, [f"checkpoint skipped: {message}" for message in skipped]
+
+
+def restore(
+    path: Path, config: Config, settings: Mapping[str, Any], checkpoints: Path, distributed: Distributed
+) -> Resumed:
+    """Load a checkpoint into the prepared module and optimizer; a collective.
+
+    settings: the configuration as checkpoints store it. checkpoints: directory of those of this run. Raises
+    `CheckpointError` on all ranks if it cannot be loaded.
+    """
     before = checkpoint.saved_settings(path) or {}
     _refuse_other_optimizer(path, before, config)
     state = checkpoint.load(path, distributed)
@@ -83,7 +89,7 @@ def restore(
                 f"{', '.join(sorted(newer))} came after {path.name}: resume=auto takes the newest of them until this "
                 "run has overwritten them"
             )
-    resumed = Resumed(
+    return Resumed(
         path=path,
         state=state,
         is_fork=is_fork,
@@ -91,7 +97,6 @@ def restore(
         entropy_coef=entropy_coef,
         warnings=tuple(warnings),
     )
-    return resumed, messages
 
 
 def _refuse_other_optimizer(path: Path, before: Mapping[str, Any], config: Config) -> None:

@@ -29,6 +29,7 @@ from typing import IO
 from omegaconf import OmegaConf
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.plain_files import write_whole
 from lockstep.trainer.checkpoint.checkpoint import point_latest_at
 from lockstep.trainer.checkpoint.resume import belongs_to
 from lockstep.trainer.config.redaction import redact
@@ -85,7 +86,7 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
             for directory in (run.rollouts, run.checkpoints, run.logs):
                 directory.mkdir(exist_ok=True)
             shown = redact(OmegaConf.to_container(OmegaConf.structured(config)))
-            run.config.write_text(OmegaConf.to_yaml(OmegaConf.create(shown)))
+            write_whole(run.config, OmegaConf.to_yaml(OmegaConf.create(shown)).encode())  # a resume reads it
             point_latest_at(run.path)
         except OSError as error:
             raise ConfigError(f"{run.path} cannot be written: {error}; set run_root=<a directory you own>") from error

@@ -67,12 +67,26 @@ def run_problems(config: Config) -> Iterator[str]:
     repo = config.hub.repo
     if repo is not None and not HUB_ID.fullmatch(repo):
         yield f"hub.repo={repo} is not a repository id; set hub.repo=<user or organization>/<name>, or hub.repo=null"
-    # An empty path would be the current directory.
-    if config.resume not in ("never", "auto") and not (config.resume and path_exists(config.resume)):
-        yield f"resume={config.resume} is neither never, auto nor a checkpoint directory; set resume=auto"
+    yield from resume_problems(config.resume)
     if config.resume == "auto" and config.run_name is None:
         yield "resume=auto needs the name of the run; set run_name=<name of the directory under runs/>"
     yield from run_name_problems(config.run_name)
+
+
+def resume_problems(resume: str) -> Iterator[str]:
+    """Yield the problem of what `resume` names; the files of a checkpoint are checked by the run, before its engine."""
+    path = Path(resume).expanduser()
+    # An empty path would be the current directory.
+    if resume in ("never", "auto") or (resume and (path / "manifest.json").is_file()):
+        return
+    places = (path / "checkpoints", path, path.parent) if resume else ()
+    near = next((steps for place in places if (steps := list(place.glob("step-*")))), [])
+    newest = max(near, key=lambda step: (len(step.name), step.name), default="<run>/checkpoints/step-<update>")
+    yield (
+        f"resume={resume} is neither never, auto nor a checkpoint (it "
+        f"{'has no manifest.json' if path.exists() else 'does not exist'}); set resume={newest}, or resume=auto "
+        "run_name=<name of the run>"
+    )
 
 
 def run_name_problems(name: str | None) -> Iterator[str]:

@@ -11,12 +11,26 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.setting import free_form
+
 HARMLESS = (
-    *("resume", "run_name", "run_root", "max_hours", "step_timeout_s", "on_step_timeout", "logger", "checkpoint"),
-    *("eval", "gateway", "data.heldout_path", "data.heldout_split", "algorithm.name", "updates"),
-    *("dry_run", "profile", "profile_steps"),
+    *("resume", "resume_with_changes", "run_name", "run_root", "max_hours", "step_timeout_s", "on_step_timeout"),
+    *("logger", "checkpoint", "eval", "gateway", "data.heldout_path", "data.heldout_split", "algorithm.name"),
+    *("updates", "dry_run", "profile", "profile_steps"),
 )
 """Settings and groups that training does not depend on; for `updates` see `changes`."""
+TASK = (
+    *("model", "data", "environment", "reward.functions", "reward.weights", "reward.settings"),
+    *("algorithm.loss", "algorithm.advantage", "algorithm.trains_on", "teacher.source", "teacher.path"),
+    *(f"demonstrations.{name}" for name in ("path", "subset", "split", "columns", "teacher_divergence")),
+)
+"""Settings and groups that say what is learned; a rate, a length or a limit does not."""
+SAME_TASK = (
+    *("model.dtype", "model.attn_implementation", "model.gradient_checkpointing", "model.compile"),
+    *("model.trust_remote_code", "model.lora.send", "model.adapters", "environment.call_timeout_s"),
+)
+"""Settings of TASK that say how it is computed."""
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
@@ -28,26 +42,40 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
     """Return setting -> (value in the checkpoint, value now) for changed settings that training depends on.
 
     `updates` counts if the learning rate schedule depends on it. A setting on one side only belongs to another version
-    of Lockstep and is not a change.
+    of Lockstep and is not a change, except for keys that the user chooses; where these are missing, they are null.
     """
     old, new = flat(before), flat(after)
+    for name in old.keys() ^ new.keys():
+        if name.startswith(tuple(f"{chosen}." for chosen in free_form(Config()))):
+            old.setdefault(name, None)
+            new.setdefault(name, None)
     if new.get("optimizer.schedule") != "constant":
         old["updates"], new["updates"] = before.get("updates"), after.get("updates")
     return {name: (old[name], new[name]) for name in sorted(old.keys() & new.keys()) if old[name] != new[name]}
 
 
+def changed_task(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the `changes` after which something else is learned; another address of the same service is none."""
+    return {
+        name: (old, new)
+        for name, (old, new) in changes(before, after).items()
+        if _is_among(name, TASK) and not _is_among(name, SAME_TASK) and not ("://" in str(old) and "://" in str(new))
+    }
+
+
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted name -> value for settings that training depends on."""
-    return {name: value for name, value in _leaves(settings) if not _is_harmless(name)}
+    return {name: value for name, value in leaves(settings) if not _is_among(name, HARMLESS)}
 
 
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of everything in nested mappings that is not a mapping."""
     for key, value in node.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _is_harmless(name: str) -> bool:
-    return any(name == harmless or name.startswith(f"{harmless}.") for harmless in HARMLESS)
+def _is_among(name: str, settings: tuple[str, ...]) -> bool:
+    return any(name == setting or name.startswith(f"{setting}.") for setting in settings)

@@ -124,4 +124,5 @@ SERVED_ADAPTERS = When(
     instead="it for scripts/evaluate.py or scripts/serve.py, or model.lora.path to train an adapter further",
     holds=lambda c: False,
 )
+RESUMED = When(instead="resume=auto", holds=lambda c: c.resume != "never")
 HUB = When(instead="hub.repo=<user or organization>/<name>", holds=lambda c: c.hub.repo is not None)

@@ -1,4 +1,5 @@
-"""The config.yaml of a run, which others may have written: read within limits, and without interpolations.
+"""The config.yaml of a run, or the config.json of a checkpoint, which others may have written: read within limits, and
+without interpolations.
 
 Refused: `${...}`, which could read environment variables; YAML aliases, which grow without bound; deep nesting; large
 files; tags. A run writes none of them.
@@ -6,6 +7,7 @@ files; tags. A run writes none of them.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import yaml
@@ -25,7 +27,7 @@ def read_saved(path: Path) -> DictConfig:
     try:
         text = read_plain(path, limit=MAX_BYTES)
         _check_events(path, text)
-        tree = OmegaConf.create(text)
+        tree = OmegaConf.create(json.loads(text) if path.suffix == ".json" else text)
     except (OSError, ValueError, TypeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise

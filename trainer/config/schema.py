@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.trainer.config.conditions import PROFILE, STEP_LIMIT
+from lockstep.trainer.config.conditions import PROFILE, RESUMED, STEP_LIMIT
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig, DemonstrationsConfig
@@ -42,6 +42,9 @@ class Config:
     resume: str = setting(
         "never",
         "never, auto (latest checkpoint of run_name), or the path of a checkpoint; with a new run_name it is a fork",
+    )
+    resume_with_changes: bool = setting(
+        False, "resume although model, data, environment, reward, loss or advantage have changed", when=RESUMED
     )
     max_hours: float = setting(
         0.0, "wall-clock limit; checkpoint and exit after the current update; 0: none [h]", low=0

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.trainer.config.redaction import redact_words
+from lockstep.trainer.config.redaction import REDACTED, redact_words
 from lockstep.trainer.observe.trackers.view import program, shown
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of scripts/ and configs/."""
-NOT_REPEATED = ("run_name=", "resume=", "updates=")
+NOT_REPEATED = ("run_name=", "resume=", "updates=", "resume_with_changes=")
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
 """Settings on which an evaluation depends."""
 TRAINING_ONLY = ("model.path=", "model.lora.", "model.critic", "model.reference_path=", "eval.every=")
@@ -69,8 +69,10 @@ def next_steps(
 def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: str) -> str:
     """Return the command that continues a run. Arguments as for `next_steps`."""
     own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
-    own += [f"run_name={run.name}", "resume=auto", f"updates={updates}"]
-    return f"{launcher} {script('train')} {shlex.join(own)}"
+    # Its config.yaml holds all other settings, without secrets.
+    again = [word for word in own if word.lstrip("+").startswith("run_root=") or REDACTED in word]
+    again += [f"run_name={run.name}", "resume=auto", f"updates={updates}"]
+    return f"{launcher} {script('train')} {shlex.join(again)}"
 
 
 def script(name: str) -> str:

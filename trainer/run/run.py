@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,7 @@ from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.checkpoint.resume import select
 from lockstep.trainer.checkpoint.run_dir import RunDirectory, open_run
 from lockstep.trainer.checks.algorithm import algorithm_warnings
 from lockstep.trainer.compose import describe_task
@@ -46,10 +48,15 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
         distributed.together(lambda: refuse_unfit_models(config, console.say))
         config = with_hashes(choose(config, distributed, console), distributed)
+        start, skipped = select(config, distributed)
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
             console.say(f"run directory  {directory.path}\n{describe_task(config, sys.argv[1:])}")
+            for sentence in skipped:
+                console.warn(sentence)
+            if config.resume == "auto" and start is None:
+                console.say(f"resume=auto: no checkpoint in {directory.checkpoints}, so the run begins at update 0")
             if user_code := code_of_files(config):
                 console.say(f"code of your files, run with your rights: {', '.join(user_code)}")
             for name in unisolated_settings(config):
@@ -59,7 +66,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
             life = Life(config, distributed, directory, console)
             torch.manual_seed(config.seed)
             parts = assemble(config, distributed, directory, loop, console, libraries)
-            life.begin(parts)
+            life.begin(parts, start)
             with gc_frozen():
                 life.train(parts, on_step)
         if life.is_terminated:
@@ -99,10 +106,10 @@ class Life:
         self.is_terminated = False
         """True on every rank if SIGTERM to one of them stopped the run before its last update."""
 
-    def begin(self, parts: Parts) -> None:
-        """Restore the checkpoint that `resume` asks for, and open the logs; from here on signals wait for an update."""
+    def begin(self, parts: Parts, start: Path | None) -> None:
+        """Restore the checkpoint to start from, and open the logs; from here on signals wait for an update."""
         self._interrupt = Interrupt()
-        resumed = restore_state(parts, self._directory, self._console)
+        resumed = None if start is None else restore_state(start, parts, self._directory, self._console)
         if self._distributed.is_main:
             metrics = open_metrics(parts, self._directory, self._console, resumed)
             self._reporter = Reporter(parts, self._directory, self._console, metrics)

@@ -31,14 +31,9 @@ from lockstep.trainer.run.provenance import provenance
 from lockstep.trainer.update.entropy_control import EntropyControl
 
 
-def restore_state(parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed | None:
-    """Load the checkpoint that `resume` asks for; a collective."""
-    settings = plain(parts.config)
-    resumed, passed_over = restore(parts.config, settings, directory.checkpoints, parts.distributed)
-    for sentence in passed_over:
-        console.warn(sentence)
-    if resumed is None:
-        return None
+def restore_state(path: Path, parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed:
+    """Load a checkpoint; a collective."""
+    resumed = restore(path, parts.config, plain(parts.config), directory.checkpoints, parts.distributed)
     state, guard = resumed.state, parts.updater.guard
     parts.trainer.num_steps = state.step
     parts.updater.num_updates = state.update

@@ -63,8 +63,22 @@ def test_every_file_that_make_runs_exists() -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
+@pytest.mark.parametrize("target", ["train", "train-zero3"])
+def test_the_demo_is_an_experiment_that_make_names(target: str) -> None:
+    for words, model, experiment in (
+        ((), "make_demo_model.py --task calculator", "scripts/train.py experiment=demo \n"),
+        (("TASK=chain",), "make_demo_model.py --task chain", "scripts/train.py experiment=chain \n"),
+        (("TASK=gsm8k_lora",), "", "scripts/train.py experiment=gsm8k_lora \n"),
+        (("ARGS=experiment=real updates=2",), "", "scripts/train.py  experiment=real updates=2\n"),
+    ):
+        shown = make("-n", target, "SKIP_INSTALL=1", *words).stdout
+        assert experiment in shown
+        assert model in shown
+        assert bool(model) == ("make_demo_model" in shown)
+
+
 def test_settings_reach_the_commands() -> None:
-    assert "scripts/train.py algorithm=dr_grpo" in make("-n", "train", "ARGS=algorithm=dr_grpo").stdout
+    assert "scripts/train.py experiment=demo algorithm=dr_grpo" in make("-n", "train", "ARGS=algorithm=dr_grpo").stdout
     tested = make("-n", "test", "PYTEST_ARGS=-k packing", "SKIP_INSTALL=1").stdout
     assert "-k packing" in tested
     assert '-m "not slow and not gpu"' in tested

@@ -33,7 +33,9 @@ def save(checkpoints: Path, update: int, of: Config, **state: Any) -> Path:
 
 
 def resumed(now: Config, checkpoints: Path) -> Any:
-    return restore(now, asdict(now), checkpoints, SavedState())[0]
+    path, _ = checkpoint.find(now.resume, checkpoints)
+    assert path is not None
+    return restore(path, now, asdict(now), checkpoints, SavedState())
 
 
 def test_the_hash_covers_training_settings_but_not_the_name_of_the_run() -> None:

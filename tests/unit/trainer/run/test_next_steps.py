@@ -35,7 +35,7 @@ def test_the_evaluation_uses_the_runs_data_and_rewards():
 def test_a_finished_run_resumes_to_twice_its_updates_and_a_stopped_one_to_its_goal():
     assert steps()["resume"][-3:] == ["run_name=my run", "resume=auto", "updates=10"]
     assert steps(update=3)["resume"][-1] == "updates=5"
-    assert "optimizer.lr=1e-4" in steps()["resume"]
+    assert "optimizer.lr=1e-4" not in steps()["resume"], "the run's config.yaml holds it"
 
 
 def test_without_held_out_data_no_evaluation_is_offered():
