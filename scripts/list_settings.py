@@ -27,9 +27,10 @@ ALGORITHMS = "docs/algorithms.md"
 
 HEADER = """# Settings
 
-Every setting can be given on the command line: `python scripts/train.py optimizer.lr=1e-4`. The defaults below are
-those of the schema; the files under `configs/` choose other values by group, for example `algorithm=dr_grpo`, and
-`python scripts/train.py --cfg job` prints the result. This page is written by `make docs`.
+Every setting can be given on the command line: `python scripts/train.py experiment=demo optimizer.lr=1e-4`. The
+defaults below are those of the schema; the files under `configs/` choose other values by group, for example
+`algorithm=dr_grpo`, and `python scripts/train.py experiment=demo --cfg job` prints the result. This page is written by
+`make docs`.
 """
 
 

@@ -55,13 +55,17 @@ def all_keys(tree: DictConfig) -> list[str]:
     return keys
 
 
+def unknown_keys(tree: DictConfig, config_class: type = Config) -> list[str]:
+    """Return the keys of a tree that are no settings."""
+    known, chosen = set(all_keys(schema(config_class))), tuple(f"{name}." for name in free_form(config_class()))
+    return [key for key in all_keys(tree) if key not in known and not key.startswith(chosen)]
+
+
 def to_config(tree: DictConfig, config_class: type = Config) -> Any:
     """Convert a composed tree. Raises `ConfigError` for keys that are no settings."""
-    known = set(all_keys(schema(config_class)))
-    own = tuple(f"{name}." for name in free_form(config_class()))
-    for key in all_keys(tree):  # `+key=value` gets past the schema
-        if key not in known and not key.startswith(own):
-            raise ConfigError(f"{key} is not a setting{closest(key, sorted(known))}; `--cfg job` prints all of them")
+    for key in unknown_keys(tree, config_class):  # `+key=value` gets past the schema
+        hint = closest(key, sorted(all_keys(schema(config_class))))
+        raise ConfigError(f"{key} is not a setting{hint}; `--cfg job` prints all of them")
     config = OmegaConf.to_object(tree)
     assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
     if isinstance(config, Config):

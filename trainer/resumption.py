@@ -14,12 +14,12 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.names import resume_problems
-from lockstep.trainer.compose import CONFIG_DIR, all_keys, schema, sets, type_problem
+from lockstep.trainer.compose import CONFIG_DIR, schema, sets, type_problem, unknown_keys
 from lockstep.trainer.config.changes import changed_task, leaves
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import REDACTED
@@ -27,7 +27,6 @@ from lockstep.trainer.config.saved_config import read_saved
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import flow, plain
 from lockstep.trainer.config.user_code import outside_of
-from lockstep.trainer.setting import free_form
 
 TYPED = ("resume", "resume_with_changes", "run_name", "run_root", "dry_run")
 """Settings that a resumed run does not take from the run."""
@@ -66,16 +65,14 @@ def saved_run(words: Sequence[str]) -> SavedRun | None:
     if path is None:
         return None
     tree = read_saved(path)
-    settings: Any = OmegaConf.to_container(tree)
-    known, chosen = set(all_keys(schema())), tuple(f"{name}." for name in free_form(Config()))
-    unknown = [key for key in all_keys(tree) if key not in known and not key.startswith(chosen)]
-    unknown = [key for key in unknown if key.rpartition(".")[0] not in unknown]
+    keys = unknown_keys(tree)
+    unknown = [key for key in keys if key.rpartition(".")[0] not in keys]
     for key in (*TYPED, *(() if resume == "auto" else OF_ONE_RUN), *unknown):
-        *sections, last = key.split(".")
-        section = settings
-        for part in sections:
-            section = section.get(part, {})
-        section.pop(last, None)
+        place, _, last = key.rpartition(".")
+        section = OmegaConf.select(tree, place) if place else tree
+        if isinstance(section, DictConfig):  # others may have written the file
+            section.pop(last, None)
+    settings: Any = OmegaConf.to_container(tree)
     return SavedRun(path=path, settings=settings, unknown=tuple(unknown))
 
 
@@ -161,4 +158,3 @@ def _typed(words: Sequence[str], key: str) -> str | None:
 
 def _runs(words: Sequence[str]) -> Path:
     return Path(_typed(words, "run_root") or Config().run_root)
-

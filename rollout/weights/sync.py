@@ -312,7 +312,7 @@ class WeightSync:
         raise SyncError(
             f"after the sync to version {version} the log π of the canary differ from the trainer's: {differences}, "
             f"expected at most {self._canary_limit:g}: the engine does not compute with the trained weights "
-            f"({wrong[0]}: {where}); run `python scripts/diagnose.py model.path=<model>`"
+            f"({wrong[0]}: {where}); run `python scripts/diagnose.py model.path=<model> data.path=<data>`"
         )
 
     def _connect(self) -> None:

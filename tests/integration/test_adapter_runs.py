@@ -79,7 +79,7 @@ def test_evaluation_compares_base_and_adapters_in_one_engine(
     python = forked_python()
     done = subprocess.run(
         [
-            *(python, "scripts/evaluate.py", demo[0], demo[2], f"model.adapters={adapters}", "eval.prompts=32"),
+            *(python, "scripts/evaluate.py", *demo, f"model.adapters={adapters}", "eval.prompts=32"),
             *("eval.samples_per_prompt=4", "eval.temperature=1.0", f"eval.output={tmp_path}/found.json"),
         ],
         cwd=ROOT,

@@ -99,7 +99,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = pyarrow.table({"problem": ["1+1", "2+2"] * 8, "solution": ["2", "4"] * 8})
     pyarrow.parquet.write_table(table, place / "problems.parquet")
     first = (
-        "python scripts/train.py run_name=earlier updates=12 checkpoint.every=4 checkpoint.keep=9 "
+        "python scripts/train.py experiment=demo run_name=earlier updates=12 checkpoint.every=4 checkpoint.keep=9 "
         "rollout.prompts_per_step=2 rollout.samples_per_prompt=4 "
         "optimizer.spike=dump optimizer.spike_factor=1.001 optimizer.spike_window=8"
     )

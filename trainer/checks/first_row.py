@@ -22,7 +22,7 @@ def first_row_problems(config: Config, *, trains: bool) -> Iterator[str]:
         if not is_file(data_set.path) or not file_exists(data_set.path) or place in seen:
             continue  # `data_file_problems` reports a missing file
         seen.add(place)
-        # With data.path alone, the held-out data is still that of the demo.
+        # An experiment or a preset may have brought it.
         is_heldout = data_set.path == config.data.heldout_path
         also = "; or set data.heldout_path=null for no held-out data" if is_heldout else ""
         try:

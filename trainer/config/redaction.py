@@ -64,6 +64,8 @@ _USER = re.compile(r"(?<=://)[^\s/?#\"']*[^\s\"']*(?=@[A-Za-z0-9\[])")
 _PAIR = re.compile(r"(?<![\w.-])(-{0,2}([A-Za-z][\w.-]*)(?:=|(?<=\w)(?:,\s*|\s+)))(?!--)([^\s&;,#\"'`\]})]+)")
 """A name and its value in a text: in the query of a URL, in front of a command, or as a flag of one."""
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)")
+_BARE = re.compile(r"(?!(?i:null|true|false|nan|inf)$)(\.{0,2}/|[A-Za-z_])[\w/.:@-]*")
+"""Texts that Hydra reads as texts without quotes."""
 
 
 def is_secret(name: str, value: Any) -> bool:
@@ -142,15 +144,17 @@ def _redact_word(word: str) -> str:
     shown = redact(value, name)
     if shown == value:
         return word
-    return f"{key}={shown if isinstance(shown, str) else _typed(shown)}"
+    return f"{key}={shown if isinstance(shown, str) else override_value(shown)}"
 
 
-def _typed(value: Any) -> str:
-    """Format a value for Hydra. Texts are quoted, because Hydra would parse some as another type."""
+def override_value(value: Any) -> str:
+    """Format a value for Hydra. Texts are quoted where Hydra might read another type."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_typed(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {override_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_typed, value)) + "]"
+        return "[" + ", ".join(map(override_value, value)) + "]"
     if isinstance(value, str):
+        if _BARE.fullmatch(value):
+            return value
         return "'" + value.replace("'", "\\'") + "'"
     return "null" if value is None else str(value).lower()

@@ -7,12 +7,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.trainer.config.redaction import REDACTED, redact_words
+from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain, settings
 from lockstep.trainer.observe.trackers.view import program, shown
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of scripts/ and configs/."""
-NOT_REPEATED = ("run_name=", "resume=", "updates=", "resume_with_changes=")
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
 """Settings on which an evaluation depends."""
 TRAINING_ONLY = ("model.path=", "model.lora.", "model.critic", "model.reference_path=", "eval.every=")
@@ -21,6 +22,7 @@ TRAINING_ONLY = ("model.path=", "model.lora.", "model.critic", "model.reference_
 def next_steps(
     words: Sequence[str],
     *,
+    task: Sequence[str] = (),
     run: Path,
     model: Path,
     update: int,
@@ -37,14 +39,15 @@ def next_steps(
 
     Paths are those of the directory where the user stands, so that a command can be pasted there.
 
-    words: command line of the run without the script, of which secrets are redacted. launcher: command in front of
-    scripts/train.py. has_heldout: True if the run has held-out data, which an evaluation needs. trackers: text for
-    each tracker. adapter: what was trained, if its weights stay apart from those of `model.path`; None: `model`.
-    scores_turns: True if reward functions may return one reward per turn. has_rollouts: False if none are saved.
+    words: command line of the run without the script, of which secrets are redacted. task: words for the settings of a
+    resumed run, whose command line does not repeat them. launcher: command in front of scripts/train.py. has_heldout:
+    True if the run has held-out data, which an evaluation needs. trackers: text for each tracker. adapter: what was
+    trained, if its weights stay apart from those of `model.path`; None: `model`. scores_turns: True if reward functions
+    may return one reward per turn. has_rollouts: False if none are saved.
     """
     shown_run, shown_model = shown(run), shown(model)
     goal = updates if update < updates else 2 * updates
-    own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
+    own = task or redact_words(words)
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
     by_turn = ["algorithm.turn_rewards=true"] if scores_turns else []
     trained = [f"model.path={shown_model}", *by_turn]
@@ -68,11 +71,16 @@ def next_steps(
 
 def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: str) -> str:
     """Return the command that continues a run. Arguments as for `next_steps`."""
-    own = [word for word in redact_words(words) if not word.startswith(NOT_REPEATED)]
     # Its config.yaml holds all other settings, without secrets.
-    again = [word for word in own if word.lstrip("+").startswith("run_root=") or REDACTED in word]
+    again = [word for word in redact_words(words) if word.lstrip("+").startswith("run_root=") or REDACTED in word]
     again += [f"run_name={run.name}", "resume=auto", f"updates={updates}"]
     return f"{launcher} {script('train')} {shlex.join(again)}"
+
+
+def changed_words(config: Config) -> list[str]:
+    """Return a word for each setting that is not the default, without secrets."""
+    changed = [one for one in settings(plain(config)) if one.is_changed]
+    return [f"{'.'.join(one.path)}={override_value(one.value)}" for one in changed]
 
 
 def script(name: str) -> str:

@@ -26,7 +26,7 @@ from lockstep.trainer.observe.trackers.view import program, shown
 from lockstep.trainer.observe.trackers.wandb_run import Lineage
 from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.hub import last_metrics, push
-from lockstep.trainer.run.next_steps import CHECKOUT, next_steps
+from lockstep.trainer.run.next_steps import CHECKOUT, changed_words, next_steps
 from lockstep.trainer.run.provenance import provenance
 from lockstep.trainer.update.entropy_control import EntropyControl
 
@@ -149,6 +149,7 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
     console.say(
         next_steps(
             sys.argv[1:],
+            task=[] if config.resume == "never" else changed_words(config),
             run=directory.path,
             model=directory.model,
             adapter=directory.model / ADAPTER_DIRECTORY if policy.is_quantized else None,

@@ -14,6 +14,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.declared import missing_problems
 from lockstep.trainer.compose import CONFIG_DIR, TASK, describe_task, drop_prepared_heldout, refuse_demo_parts, sets
 from lockstep.trainer.config.schema import Config
+from scripts.check_environment import overrides_of, parse
 from tests.fixtures.composed import composed
 from tests.fixtures.pages import PAGES, ROOT, bash_blocks
 
@@ -154,19 +155,23 @@ def page_commands() -> Iterator[tuple[str, list[str]]]:
     found = [(str(block), command) for page in PAGES for block in bash_blocks(page) for command in block.commands
              if not block.is_mistake]  # fmt: skip
     for path in ROOT.glob("scripts/*.py"):
-        head = path.read_text().split('"""')[1].replace("\\\\\n", " ")
+        head = re.sub(r" *\\\\\n\s*", " ", path.read_text().split('"""')[1])
         lines = [re.sub(r"(?<=\S)  +\S.*", "", line.strip()) for line in head.splitlines()]  # without explanations
         found += [(path.name, line) for line in lines if line.startswith(("python", "accelerate"))]
     for place, command in found:
-        match = re.search(r"scripts/(train|evaluate|diagnose|serve|serve_engine)\.py (.*)", command)
-        if match and " resume=" not in command and "--rollouts" not in command:
-            words = [word for word in shlex.split(match[2], comments=True) if "=" in word]
+        match = re.search(r"scripts/(train|evaluate|diagnose|serve|serve_engine|check_environment)\.py (.*)", command)
+        if match and not re.search(r" resume=| --rollouts|py \.\.\. ", command):
+            words = shlex.split(match[2], comments=True)
+            if match[1] == "check_environment":
+                flags, settings = parse(words)
+                words = [*overrides_of(flags), *settings]
+            words = [word for word in words if "=" in word]
             yield f"{place} {match[1]} {' '.join(words)}", [match[1], *words]
 
 
 COMMANDS = dict(page_commands())
 NEEDS = {"evaluate": {"trains": False}, "diagnose": {"scores": False}, "serve": {"needs_data": False}}
-NEEDS["serve_engine"] = NEEDS["serve"]
+NEEDS |= {"serve_engine": NEEDS["serve"], "check_environment": {}}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

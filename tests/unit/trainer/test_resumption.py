@@ -252,6 +252,9 @@ def test_a_damaged_config_is_refused_by_name(refused: Callable[..., str]) -> Non
     assert "runs/own/config.yaml cannot be read as settings: seed: found word, expected integer" in (
         refused("resume=auto", "run_name=own")
     )
+    checkpoint = run / "checkpoints/step-4"
+    (checkpoint / "config.json").write_text(json.dumps({"logger": "wandb", "seed": 1}))
+    assert "step-4/config.json cannot be read as settings: " in refused(f"resume={checkpoint}")
 
 
 def test_code_of_a_run_from_elsewhere_must_be_typed(

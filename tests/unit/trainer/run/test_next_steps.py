@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.trainer.observe.trackers.view import program
-from lockstep.trainer.run.next_steps import next_steps
+from lockstep.trainer.run.next_steps import changed_words, next_steps
+from tests.fixtures.composed import composed
 from tests.fixtures.paths import ROOT
 
 RUN = Path("runs/my run")
@@ -36,6 +37,21 @@ def test_a_finished_run_resumes_to_twice_its_updates_and_a_stopped_one_to_its_go
     assert steps()["resume"][-3:] == ["run_name=my run", "resume=auto", "updates=10"]
     assert steps(update=3)["resume"][-1] == "updates=5"
     assert "optimizer.lr=1e-4" not in steps()["resume"], "the run's config.yaml holds it"
+
+
+def test_the_evaluation_of_a_resumed_run_has_the_settings_that_its_command_did_not_repeat():
+    config = composed(*DATA, "model.path=m", "environment.settings={url: 'http://a?b', hints: true}", "optimizer.lr=1")
+    config.resume = "auto"
+    task = changed_words(config)
+    lines = next_steps(
+        ["run_name=my run", "resume=auto"], task=task, run=RUN, model=RUN / "model", update=5, updates=5,
+        launcher="python", critic=None, has_heldout=True, trackers={},
+    ).splitlines()  # fmt: skip
+    (evaluate,) = (shlex.split(line)[3:] for line in lines if line.startswith("evaluate"))
+    assert evaluate[0] == "model.path=runs/my run/model"
+    again = composed(*evaluate[1:])
+    assert (again.data, again.environment, again.reward) == (config.data, config.environment, config.reward)
+    assert not any(word.startswith(("optimizer.", "resume")) for word in evaluate)
 
 
 def test_without_held_out_data_no_evaluation_is_offered():
