@@ -60,7 +60,7 @@ def test_a_run_that_cannot_reach_its_engine_exits_with_status_1(tmp_path: Path) 
     chat_tokenizer("qwen3").save_pretrained(model)
     arguments = [f"model.path={model}", f"data.path={data}", "data.heldout_path=null"]
     arguments += ["rollout=server", f"rollout.urls=[{url}]", f"run_root={tmp_path}", "rollout.start_timeout_s=1"]
-    arguments += ["rollout.api_key_env=null"]
+    arguments += ["rollout.api_key_env=null", "reward=numeric"]
     done = subprocess.run(
         [sys.executable, "scripts/train.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200
     )

@@ -12,10 +12,12 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
+from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.cli import launch
 from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
+from tests.fixtures.composed import DEMO
 
 
 def dict_settings(prefix: str, node: Any) -> Iterator[str]:
@@ -139,6 +141,6 @@ def test_an_unknown_policy_for_errors_gets_one_sentence(
     word: str, sentence: str, launched, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as stop:
-        launched(word, check=None)
+        launched(DEMO, word, check=validate)
     assert stop.value.code == 2
     assert sentence in capsys.readouterr().err
