@@ -42,6 +42,7 @@ REFUSED = [
     ("model.lora.target_modules=[q_proj,v_proj]", "=[q_proj,v_proj] does nothing with model.lora.rank=0"),
     ("on_step_timeout=end step_timeout_s=0", "set step_timeout_s=1800, or on_step_timeout=report"),
     ("profile_steps=3", "set profile=true, or profile_steps=1"),
+    ("resume_with_changes=true", "with resume=never; set resume=auto, or resume_with_changes=false"),
     ("rollout=server rollout.engine_restarts=3", "does nothing with rollout.engine=server"),
     ("rollout.silence_timeout_s=5", "set rollout=server"),
     ("rollout=colocated rollout.num_engines=2", "set rollout=embedded, or rollout.num_engines=1"),

@@ -200,6 +200,7 @@ def test_a_kl_target_without_a_kl_in_the_reward_is_refused():
 
 def test_fixed_length_responses_require_one_turn():
     config = Config()
+    config.model.path, config.environment.name = "org/model", "user"
     config.rollout.ignore_eos = True
     with pytest.raises(ConfigError, match=r"environment\.max_turns=1"):
         validate(config, needs_data=False)
