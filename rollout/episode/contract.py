@@ -92,9 +92,26 @@ def _messages_problem(value: Any) -> str:
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return f"returned the message {message!r:.80}; expected a mapping with a role (system, user, tool, ...)"
-        if not isinstance(message.get("content", ""), str | list | None):
-            return f"returned a message whose content is of type {_type(message['content'])}; expected a text"
+        content = message.get("content")
+        parts = content if isinstance(content, list) else ()
+        if not isinstance(content, str | list | None) or not all(isinstance(part, dict) for part in parts):
+            return f"returned a message with the content {content!r:.80}; expected a text, or a list of mappings"
+        if not _is_json(dict(message)):
+            return f"returned the message {dict(message)!r:.200}; expected texts, numbers, lists and mappings in it"
     return ""
+
+
+def _is_json(value: Any, depth: int = 1) -> bool:
+    """Return True for values that a file of rollouts holds; rows may have numbers that are not finite."""
+    if value is None or type(value) in (str, bool, int, float):
+        return True
+    if depth > MAX_DEPTH:
+        return False
+    if isinstance(value, list | tuple):
+        return all(_is_json(item, depth + 1) for item in value)
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and _is_json(item, depth + 1) for key, item in value.items()
+    )
 
 
 def _type(value: Any) -> str:

@@ -145,12 +145,12 @@ async def test_a_dead_engine_ends_the_run_also_if_the_environment_hides_it():
         ("reset", "go", "Faulty.reset returned str"),
         ("reset", [{"content": "go"}], "expected a mapping with a role"),
         ("reset", [], "returned no messages"),
-        ("reset", [{"role": "user", "content": 5}], "content is of type int"),
+        ("reset", [{"role": "user", "content": 5}], "with the content 5"),
         ("tools", 5, "Faulty.tools holds int"),
         ("tools", [{"type": "function"}], "expected the OpenAI form"),
         ("step", None, "Faulty.step returned None"),
         ("step", Step(), "neither messages nor done=True"),
-        ("step", Step(messages=({"role": "user", "content": b"x"},)), "content is of type bytes"),
+        ("step", Step(messages=({"role": "user", "content": b"x"},)), "with the content b.x."),
         ("step", Step(done=True, outcome=[1]), "an outcome of type list"),  # type: ignore[arg-type]
         ("step", Step(done=True, outcome={1: 2}), "expected a mapping with texts as keys"),  # type: ignore[dict-item]
         ("conclude", [("a", 1)], "an outcome of type list"),
