@@ -26,7 +26,7 @@ from tests.fixtures.hostile_values import ERRORS, NUMBERS, TEXTS, VALUES
 from tests.fixtures.policies import Policy, play
 
 Act = tuple[str, Any]
-"""What a function does: `("return", value)` or `("raise", maker of the error)`."""
+"""Behavior of a function: `("return", value)` or `("raise", maker of the error)`."""
 ACTS = st.tuples(st.just("return"), VALUES) | st.tuples(st.just("raise"), ERRORS)
 LENIENT = FaultTolerance(max_error_rate=1.0)
 HERE: list[Act] = [("return", 0.0)]

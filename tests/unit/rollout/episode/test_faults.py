@@ -150,7 +150,7 @@ async def test_a_dead_engine_ends_the_run_also_if_the_environment_hides_it():
         ("tools", [{"type": "function"}], "expected the OpenAI form"),
         ("step", None, "Faulty.step returned None"),
         ("step", Step(), "neither messages nor done=True"),
-        ("step", Step(messages=({"role": "user", "content": b"x"},)), "with the content b.x."),
+        ("step", Step(messages=({"role": "user", "content": b"x"},)), "with the content b"),
         ("step", Step(done=True, outcome=[1]), "an outcome of type list"),  # type: ignore[arg-type]
         ("step", Step(done=True, outcome={1: 2}), "expected a mapping with texts as keys"),  # type: ignore[dict-item]
         ("conclude", [("a", 1)], "an outcome of type list"),
