@@ -22,6 +22,9 @@ RECIPE ?=
 PYTEST_ARGS ?=
 NUM_PROCESSES ?= 2
 TASK ?=
+# Chosen here, so that the report is about this run: another one may move runs/latest meanwhile.
+RUN_NAME := real-$(shell date +%m%d-%H%M%S)-$(shell echo $$$$)
+typed = $(patsubst $(1)=%,%,$(lastword $(filter $(1)=%,$(subst ",,$(subst ',,$(ARGS))))))
 TEST_WORKERS ?= 3
 EXPERIMENT = $(if $(filter experiment=%,$(ARGS)),,experiment=$(or $(TASK),demo))
 NEEDS = $(if $(filter-out demo chain reverse,$(TASK))$(filter experiment=%,$(ARGS)),install,model)
@@ -63,8 +66,8 @@ train-zero3: $(NEEDS) ## Train on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-
 
 real: install ## Train a real model, SmolLM2-135M, on two CPU cores; TASK=names|words|family|calculator, ARGS
 	$(BIN)/python scripts/make_real_model.py $(if $(TASK),--task $(TASK))
-	$(BIN)/python scripts/train.py experiment=real$(if $(filter-out names,$(TASK)),_$(TASK)) $(ARGS)
-	$(BIN)/python scripts/report.py
+	$(BIN)/python scripts/train.py experiment=real$(if $(filter-out names,$(TASK)),_$(TASK)) run_name=$(RUN_NAME) $(ARGS)
+	$(BIN)/python scripts/report.py $(or $(call typed,run_root),runs)/$(or $(call typed,run_name),$(RUN_NAME))
 
 ifeq ($(RECIPE),demo_calculator)
 reproduce: model

@@ -30,11 +30,13 @@ def main() -> int:
     from lockstep.rollout.errors import LockstepError
     from lockstep.rollout.safe_text import print_error, terminal_safe
     from lockstep.rollout.saved_rollouts import read_newest_rollouts, read_rollouts
+    from lockstep.rollout.system.plain_files import behind_link
     from lockstep.trainer.observe.console import RunConsole
     from lockstep.trainer.observe.metrics_log import read_metrics
 
     console = Console(highlight=False)
-    directory = arguments.run / "rollouts"
+    run = behind_link(arguments.run)
+    directory = run / "rollouts"
     try:
         if arguments.step is None:
             path, rollouts, passed_over = read_newest_rollouts(directory)
@@ -46,13 +48,13 @@ def main() -> int:
         if path is None or not rollouts:
             print_error(f"no saved rollouts at {path or directory}")
             return 2
-        lines = read_metrics(arguments.run / "metrics.jsonl")
+        lines = read_metrics(run / "metrics.jsonl")
     except LockstepError as error:
         print_error(error)
         return 1
     update = int(path.stem.split("-")[1])
     metrics = next((line for line in lines if line["step"] == update), {})
-    title = Text(f"{terminal_safe(arguments.run.resolve().name)}, update {update}")
+    title = Text(f"{terminal_safe(run.resolve().name)}, update {update}")
     table = Table(title=title, show_header=False)
     for name, value in metrics.items():
         if "/" in name and value is not None:
@@ -67,7 +69,7 @@ def main() -> int:
         RunConsole(enabled=True, total_updates=0).sample(rollout)
         if arguments.tokens:
             try:
-                _print_tokens(console, rollout, arguments.run)
+                _print_tokens(console, rollout, run)
             except LockstepError as error:
                 print_error(error)
                 return 1

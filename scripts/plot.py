@@ -51,6 +51,9 @@ def main() -> int:
 
     import matplotlib
 
+    from lockstep.rollout.system.plain_files import behind_link
+
+    runs = [behind_link(run) for run in arguments.runs]
     matplotlib.use("Agg")
     matplotlib.rcParams["text.parse_math"] = False  # names of runs and metrics are text
     from matplotlib import pyplot
@@ -60,15 +63,15 @@ def main() -> int:
             1, len(arguments.metrics), figsize=(3.4 * len(arguments.metrics), 2.8), squeeze=False, layout="constrained"
         )
         for panel, metric in zip(panels[0], arguments.metrics, strict=True):
-            for run in arguments.runs:
+            for run in runs:
                 panel.plot(*series(read(run), metric), label=run.resolve().name, linewidth=1.4)
             panel.set(title=metric, xlabel="update")
             panel.grid(alpha=0.25)
         panels[0][0].legend(frameon=False)
-        return save(figure, arguments.out, arguments.runs[0] / "metrics.png")
+        return save(figure, arguments.out, runs[0] / "metrics.png")
 
     figure, (reward, mismatch) = pyplot.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
-    for run in arguments.runs:
+    for run in runs:
         lines, name = read(run), run.resolve().name
         updates, values = series(lines, "reward/mean")
         (drawn,) = reward.plot(updates, values, label=name, linewidth=1.6)
@@ -80,7 +83,7 @@ def main() -> int:
                 style,
                 color=drawn.get_color(),
                 linewidth=1.4,
-                label=label if len(arguments.runs) == 1 else f"{name}: {label}",
+                label=label if len(runs) == 1 else f"{name}: {label}",
             )
     reward.set(xlabel="update", ylabel="mean reward", ylim=(0, 1.02))
     mismatch.axhline(EXPECTED_KL, color="0.5", linestyle="--", linewidth=1)
@@ -92,9 +95,9 @@ def main() -> int:
     mismatch.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(0, 0.68))
     for axis in (reward, mismatch):
         axis.grid(alpha=0.25)
-    if len(arguments.runs) > 1:
+    if len(runs) > 1:
         reward.legend(frameon=False, fontsize=8)
-    return save(figure, arguments.out, arguments.runs[0] / "curves.png")
+    return save(figure, arguments.out, runs[0] / "curves.png")
 
 
 def save(figure: Any, out: Path | None, default: Path) -> int:

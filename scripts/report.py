@@ -25,13 +25,14 @@ def main() -> int:
 
     from lockstep.rollout.errors import ConfigError, LockstepError
     from lockstep.rollout.safe_text import print_error
-    from lockstep.rollout.system.plain_files import own_output
+    from lockstep.rollout.system.plain_files import behind_link, own_output
     from lockstep.trainer.observe.pages.run_report import write_report
     from lockstep.trainer.observe.saved_run import SavedRun
 
     try:
-        out = arguments.out or own_output(arguments.run / "report.html")
-        run = SavedRun.read(arguments.run)
+        directory = behind_link(arguments.run)
+        out = arguments.out or own_output(directory / "report.html")
+        run = SavedRun.read(directory)
         write_report(run, out)
     except (LockstepError, OSError) as error:
         print_error(error)

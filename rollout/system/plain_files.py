@@ -46,6 +46,11 @@ def _opened(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
+def behind_link(path: Path) -> Path:
+    """Return where a path leads now. A link such as runs/latest may be moved while files are read from it."""
+    return path.parent / path.readlink() if path.is_symlink() else path
+
+
 def own_output(path: Path) -> Path:
     """Return the path of a new or regular file.
 

@@ -1,0 +1,54 @@
+"""Commands after a run are about this run, although another one may move `runs/latest` meanwhile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lockstep.trainer.observe.saved_run import SavedRun
+from scripts import report
+from tests.fixtures.paths import ROOT
+
+
+def commands(**variables: str) -> list[str]:
+    words = [f"{name}={value}" for name, value in variables.items()]
+    printed = subprocess.run(
+        ["make", "--dry-run", "SKIP_INSTALL=1", "real", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [line for line in printed.stdout.splitlines() if "scripts/" in line][-2:]
+
+
+def test_the_report_of_make_real_is_about_the_run_that_it_made():
+    train, shown = commands()
+    (name,) = (word.removeprefix("run_name=") for word in train.split() if word.startswith("run_name="))
+    assert name.startswith("real-")
+    assert shown.endswith(f"scripts/report.py runs/{name}")
+
+
+@pytest.mark.parametrize("typed", ["run_name=mine", "'run_name=mine'"])
+def test_the_name_of_a_run_may_be_typed(typed):
+    train, shown = commands(ARGS=f"updates=2 run_root=elsewhere {typed}")
+    assert train.endswith(f"run_root=elsewhere {typed}"), "the last value counts"
+    assert shown.endswith("scripts/report.py elsewhere/mine")
+
+
+def test_a_link_is_followed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    latest = tmp_path / "latest"
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    latest.symlink_to("first")
+    asked: list[Path] = []
+
+    def moved(path: Path) -> SavedRun:
+        asked.append(path)
+        os.remove(latest)
+        latest.symlink_to("second")
+        raise OSError("as far as this test goes")
+
+    monkeypatch.setattr(SavedRun, "read", moved)
+    monkeypatch.setattr("sys.argv", ["report.py", str(latest)])
+    assert report.main() == 1
+    assert asked == [tmp_path / "first"]
