@@ -23,9 +23,15 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
+    import os
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback; `launch` handles it
+    def end(*_: object) -> None:
+        """End at Ctrl-C while the libraries load, without their traceback and as `launch` does, which then handles it."""
+        os.write(2, b"lockstep: interrupted\n")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, end)
 
     from lockstep.trainer.cli import launch  # here, because engine processes import this file too
 

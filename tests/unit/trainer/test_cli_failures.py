@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,16 @@ def test_a_run_that_cannot_reach_its_engine_exits_with_status_1(tmp_path: Path) 
     )
     assert done.returncode == 1, done.stderr[-3000:]
     assert url in done.stderr
+
+
+def test_an_interrupt_while_the_libraries_load_ends_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    ended = subprocess.run(
+        [sys.executable, "scripts/train.py", "dry_run=true"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "lockstep: interrupted\n")
