@@ -27,7 +27,7 @@ if __name__ == "__main__":
     import signal
 
     def end(*_: object) -> None:
-        """End at Ctrl-C while the libraries load, without their traceback and as `launch` does, which then handles it."""
+        """End at Ctrl-C while the libraries load, without their traceback; then `launch` handles it."""
         os.write(2, b"lockstep: interrupted\n")
         os._exit(130)
 
