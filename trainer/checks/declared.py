@@ -25,7 +25,7 @@ def missing_problems(config: Config, *, needs_data: bool, trains: bool, scores: 
 
     Arguments: those of `validate`.
     """
-    only_tasks = not trains and not config.heldout_sets()  # of lm-eval, which score themselves
+    only_tasks = not trains and not config.heldout_sets() and config.eval.lm_eval.tasks  # which score themselves
     needed = {
         "model.path": True,
         "data.path": needs_data and trains and not config.data.sources,

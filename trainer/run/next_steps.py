@@ -16,7 +16,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of scripts/ and configs/."""
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
 """Settings on which an evaluation depends."""
-TRAINING_ONLY = ("model.path=", "model.lora.", "model.critic", "model.reference_path=", "eval.every=")
+TRAINING_ONLY = (
+    *("model.path=", "model.lora.", "model.critic", "model.reference_path=", "model.gradient_checkpointing="),
+    "eval.every=",
+)
 
 
 def next_steps(
