@@ -39,19 +39,14 @@ def schema(config_class: type = Config) -> DictConfig:
     return tree
 
 
-def all_keys(tree: DictConfig) -> list[str]:
+def all_keys(tree: DictConfig, prefix: str = "") -> list[str]:
     """Return the dotted names of all settings and sections of a tree."""
     keys: list[str] = []
-
-    def walk(prefix: str, node: DictConfig) -> None:
-        for key in node:
-            name = f"{prefix}{key}"
-            keys.append(name)
-            child = node._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none():
-                walk(f"{name}.", child)
-
-    walk("", tree)
+    for key in tree:
+        keys.append(f"{prefix}{key}")
+        child = tree._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            keys += all_keys(child, f"{prefix}{key}.")
     return keys
 
 

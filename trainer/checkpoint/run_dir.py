@@ -32,8 +32,8 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import write_whole
 from lockstep.trainer.checkpoint.checkpoint import point_latest_at
 from lockstep.trainer.checkpoint.resume import belongs_to
-from lockstep.trainer.config.redaction import redact
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
 from lockstep.trainer.distributed.distributed import Distributed
 
 
@@ -85,8 +85,7 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
             lock = _lock(run)
             for directory in (run.rollouts, run.checkpoints, run.logs):
                 directory.mkdir(exist_ok=True)
-            shown = redact(OmegaConf.to_container(OmegaConf.structured(config)))
-            write_whole(run.config, OmegaConf.to_yaml(OmegaConf.create(shown)).encode())  # a resume reads it
+            write_whole(run.config, OmegaConf.to_yaml(plain(config)).encode())  # a resume reads it
             point_latest_at(run.path)
         except OSError as error:
             raise ConfigError(f"{run.path} cannot be written: {error}; set run_root=<a directory you own>") from error
