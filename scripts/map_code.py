@@ -39,6 +39,7 @@ ROOMS = (
     "trainer/diagnosis",
     "trainer/engines",
     "trainer/cli.py",
+    "trainer/words.py",
     "trainer/resumption.py",
     "trainer/compose.py",
     "trainer/checks",

@@ -41,12 +41,20 @@ from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.resumption import check_resumed, new_run_hint, saved_run, store_base
 from lockstep.trainer.setting import declarations, free_form
+from lockstep.trainer.words import refuse_unreadable
 
 INTERRUPTED = "interrupted"
 EXIT_LIMIT_S = 60.0
 """Time that engines and loggers have to close after a failure [s]."""
 QUANTIZED = re.compile(r"4bit|8bit|quant|qlora", re.IGNORECASE)
 """Settings of other trainers that quantize the weights under adapters on loading."""
+OWN = {
+    "environment": "environment.name={}",
+    "reward": "'reward.functions=[{}]'",
+    "model": "model.path={}",
+    "data": "data.path={}",
+}
+"""Settings that take a path where the group of the same name takes the name of a file under configs/."""
 
 
 def launch(
@@ -80,6 +88,7 @@ def launch(
     configs: list[Any] = []
     words = sys.argv[1:]
     try:
+        refuse_unreadable(words, schema(config_class))
         saved = saved_run(words) if config_class is Config else None
         if saved is not None:
             config_name = store_base(saved.settings, path=saved.path)
@@ -202,7 +211,8 @@ def _options(group: str) -> list[str]:
 
 
 def _no_such_option(group: str, option: str, options: list[str]) -> str:
-    return f"{group}={option} does not exist{closest(option, options)}; expected one of: {', '.join(options)}"
+    own = f"; for your own, type {OWN[group].format(option)}" if group in OWN and re.search("[./:]", option) else ""
+    return f"{group}={option} does not exist{closest(option, options)}; expected one of: {', '.join(options)}{own}"
 
 
 def _default_override(key: str, config_class: type) -> str:

@@ -63,6 +63,12 @@ def to_config(tree: DictConfig, config_class: type = Config) -> Any:
         raise ConfigError(f"{key} is not a setting{hint}; `--cfg job` prints all of them")
     config = OmegaConf.to_object(tree)
     assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
+    for key in free_form(config):
+        entries: DictConfig = OmegaConf.select(tree, key)
+        takes_one = entries._metadata.element_type in (float, str)
+        for name, value in entries.items():
+            if takes_one and OmegaConf.is_config(value):
+                raise ConfigError(f"{key}.{name}: found {value}, expected one value; set {key}.{name}=<value>")
     if isinstance(config, Config):
         config.data.sources = _data_sets("data.sources", config.data.sources)
         config.eval.sets = _data_sets("eval.sets", config.eval.sets)

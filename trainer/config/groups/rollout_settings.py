@@ -36,7 +36,7 @@ class RolloutConfig:
         False, "truncated sampling: normalize the trainer's logprobs over the engine's support"
     )
     max_tokens_per_turn: int = setting(48, "maximum number of sampled tokens per assistant turn [tokens]", low=1)
-    max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]", low=2)
+    max_model_len: int = setting(512, "context of the engine: prompt and completion [tokens]", low=32)
     max_num_seqs: int = setting(256, "maximum number of requests in a batch of the engine", low=1)
     kv_cache_gib: float | None = setting(
         None,

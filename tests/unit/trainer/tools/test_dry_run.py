@@ -344,7 +344,7 @@ def test_a_template_that_refuses_a_row_ends_the_dry_run(own: tuple[str, ...], tm
     template = tmp_path / "refuses.jinja"
     template.write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
-        + TOKENIZER.chat_template
+        + str(TOKENIZER.chat_template)
     )
     done = dried(*own, f"model.chat_template={template}", "environment.settings.system_prompt=Be brief.")
     assert done.returncode == 2, done.stdout

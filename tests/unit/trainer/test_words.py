@@ -1,0 +1,66 @@
+"""Mistakes of the command line get a sentence with the words to type."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.compose import schema
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.words import refuse_unreadable
+
+TREE = schema(Config)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["data.columns={prompt:", "task}"], "put quotes around the whole: 'data.columns={prompt: task}'"),
+        (["reward.functions=[my.py:f,", "your.py:g]", "seed=1"], "'reward.functions=[my.py:f, your.py:g]'"),
+        (["updates", "=", "5"], "type updates=5, without spaces"),
+        (["updates", "=5"], "type updates=5, without spaces"),
+        (["updates=", "5"], "type updates=5, without spaces"),
+        (["--config", "my.yaml"], "--config-dir <folder> experiment=<name>"),
+        (["--config_file=my.yaml"], "--config-dir <folder> experiment=<name>"),
+        (["--updates", "5"], "settings have no dashes; type updates=5"),
+        (["--optimizer.lr=1e-5"], "settings have no dashes; type optimizer.lr=1e-5"),
+        (["-seed=3"], "settings have no dashes; type seed=3"),
+        (["--lr", "1e-5"], "settings are typed as key=value (did you mean 'optimizer.lr'?)"),
+        (["reward.functions=my.py:f"], "type 'reward.functions=[my.py:f]'"),
+        (["rollout.urls=http://a:1"], "type 'rollout.urls=[http://a:1]'"),
+        (["model.lora.target_modules=q_proj"], "type 'model.lora.target_modules=[q_proj]'"),
+        (["updates=[5]"], "takes one value, found the list [5]; type updates=5"),
+        (["data.columns={prompt=task}"], "type 'data.columns={prompt: task}'"),
+        (["optimizer.lr=1e-5,"], "ends with a comma; type optimizer.lr=1e-5"),
+        (["updates=1e3"], "updates is a whole number, found 1e3; type updates=1000"),
+        (["updates=80.0"], "type updates=80"),
+        (["run_name=a (b)"], "quote values with spaces, quotes or brackets twice"),
+    ],
+)
+def test_a_mistake_is_answered_with_the_words_to_type(line: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        refuse_unreadable(["seed=7", *line], TREE)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["updates=5", "seed=1"],
+        ["data.path=", "updates=5"],
+        ["--cfg", "job"],
+        ["--config-dir", "own", "experiment=mine"],
+        ["--config-dir=own", "-m", "seed=1,2"],
+        ["~reward.settings.numeric", "+environment.settings.depth=3"],
+        ["data.columns={prompt: task}"],
+        ["data.columns={prompt:task,answer:null}"],
+        ["reward.functions=[a.py:f]"],
+        ["reward.functions=${other}"],
+        ["reward.weights=null", "rollout.urls=[]"],
+        ["run_name='a (b)'"],
+        ["optimizer.lr=1e-5", "optimizer.betas=[0.9,0.95]"],
+        ["environment.settings.code='[('"],
+    ],
+)
+def test_words_that_hydra_reads_pass(line: list[str]) -> None:
+    refuse_unreadable(line, TREE)
