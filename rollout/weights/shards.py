@@ -3,9 +3,9 @@
     param  ▕██ shard of rank 0 ██▏██ of rank 1 ██▏██ of rank 2 ██▏      contiguous elements, in rank order
     Fetch  every rank ──its ranges of a bucket of parameters──► to their places at every reader
 
-One exchange per bucket of parameters; `deepspeed.zero.GatheredParameters` (0.19) takes a collective per parameter and
-gives everything to all ranks. Elements are cast before they are sent, and part of a parameter (one expert of a layer)
-can be fetched alone.
+One exchange per bucket of parameters, with one message from each owner to each reader;
+`deepspeed.zero.GatheredParameters` (0.19) takes a collective per parameter and gives everything to all ranks. Elements
+are cast before they are sent, and part of a parameter (one expert of a layer) can be fetched alone.
 
 An exchange runs in the background between `begin` and `wait`. It cannot deadlock with a transfer to an engine: it runs
 between trainer ranks, which begin exchanges in the same order, a transfer between a reader and engine workers.
@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from lockstep.rollout.errors import SyncError
+
+ALIGNMENT = 16
+"""Bytes to whose multiples the parts of a message are aligned, for every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,9 @@ def full_shape(param: torch.Tensor) -> tuple[int, ...]:
 class Fetch:
     """Exchange that brings one bucket of ranges to the readers; reused for every sync.
 
-    Every rank calls `begin` and `wait`, in the same order for all buckets. Nothing is packed: each shard range is one
-    message from its shard (from a copy only if it is cast) into the readers' tensors. Parameters that are not sharded
-    need no exchange.
+    Every rank calls `begin` and `wait`, in the same order for all buckets. Each owner sends one message to each reader,
+    however many parameters the bucket has: its shard ranges one after another, or the range itself if it is the only
+    one. Parameters that are not sharded need no exchange.
     """
 
     def __init__(self, ranges: Sequence[ParamRange], readers: Sequence[int] | None) -> None:
@@ -77,13 +80,20 @@ class Fetch:
         self._ranges = ranges
         self._rank = own_rank()
         members = owners(ranges)
-        self._shard_ranges = [shard_ranges(one, members) for one in ranges]
+        self._parts: dict[int, list[_Piece]] = {}
+        """Pieces of the message of each owner, in the order of the ranges."""
+        for index, one in enumerate(ranges):
+            for part in shard_ranges(one, members):
+                pieces = self._parts.setdefault(part.owner, [])
+                pieces.append(_Piece(index, part, one.dtype, start=pieces[-1].end_aligned if pieces else 0))
         self._send_to = [rank for rank in members if rank != self._rank and (readers is None or rank in readers)]
         self._works: list[dist.Work] = []
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Destination and source of this rank's own shard ranges."""
+        self._received: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Destination and place in a message of those of others."""
         self._in_use: list[torch.Tensor] = []
-        """Destinations of the exchange, and copies that are sent."""
+        """Destinations of the exchange, and messages."""
         self._order = StreamOrder()
         self.is_under_way = False
         """True while messages to or from other ranks may be in flight."""
@@ -96,21 +106,22 @@ class Fetch:
         ignored for parameters that are not sharded. Empty on other ranks.
         """
         exchanges: list[dist.P2POp] = []
-        self._own = []
-        self._in_use = [value for value, parts in zip(values, self._shard_ranges, strict=False) if parts]
-        for index, (param_range, parts) in enumerate(zip(self._ranges, self._shard_ranges, strict=True)):
-            for part in parts:
-                into = values[index].view(-1)[part.in_range : part.in_range + part.count] if values else None
-                if part.owner != self._rank:
-                    exchanges += [] if into is None else [_message(dist.irecv, into, part.owner)]
-                    continue
-                shard = shard_elements(param_range, part)
-                if into is not None:
-                    self._own.append((into, shard))
+        for owner, pieces in self._parts.items():
+            if owner == self._rank:
+                shards = [shard_elements(self._ranges[piece.index], piece.part) for piece in pieces]
+                if values:
+                    self._own += zip(self._destinations(pieces, values), shards, strict=True)
                 if self._send_to:
-                    sent = shard.to(param_range.param.device, param_range.dtype)
-                    self._in_use.append(sent)
-                    exchanges += [_message(dist.isend, sent, rank) for rank in self._send_to]
+                    message = self._message(pieces, shards)
+                    exchanges += [dist.P2POp(dist.isend, message, rank) for rank in self._send_to]
+            elif values:
+                into = self._destinations(pieces, values)
+                message = _bytes(into[0]) if len(pieces) == 1 else self._empty(pieces)
+                if len(pieces) > 1:
+                    self._received += zip(into, (piece.of(message) for piece in pieces), strict=True)
+                exchanges.append(dist.P2POp(dist.irecv, message, owner))
+        sharded = {piece.index for pieces in self._parts.values() for piece in pieces}
+        self._in_use += [values[index] for index in sorted(sharded) if values]
         if exchanges:
             self.is_under_way = True
             self._works = dist.batch_isend_irecv(exchanges)
@@ -127,12 +138,58 @@ class Fetch:
         works, self._works = self._works, []
         for work in works:
             work.wait()
+        received, self._received = self._received, []
+        for into, piece in received:
+            into.copy_(piece)
         self._order.record(in_use)
         self.is_under_way = False
 
     def use(self, values: Sequence[torch.Tensor]) -> None:
         """Let the current stream read some of the values, after `wait`."""
         self._order.follow(values)
+
+    def _destinations(self, pieces: Sequence[_Piece], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        starts = [(values[piece.index].view(-1), piece.part) for piece in pieces]
+        return [value[part.in_range : part.in_range + part.count] for value, part in starts]
+
+    def _message(self, pieces: Sequence[_Piece], shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the message of this rank: a copy, but for a single piece in its own dtype and place."""
+        if len(pieces) == 1:
+            message = _bytes(shards[0].to(self._ranges[pieces[0].index].param.device, pieces[0].dtype))
+            self._in_use.append(message)
+            return message
+        message = self._empty(pieces)
+        for piece, shard in zip(pieces, shards, strict=True):
+            piece.of(message).copy_(shard)
+        return message
+
+    def _empty(self, pieces: Sequence[_Piece]) -> torch.Tensor:
+        device = self._ranges[pieces[0].index].param.device
+        self._in_use.append(torch.empty(pieces[-1].end_aligned, dtype=torch.uint8, device=device))
+        return self._in_use[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Place of a shard range in the message of its owner."""
+
+    index: int
+    """Number of its `ParamRange`."""
+    part: ShardRange
+    dtype: torch.dtype
+    start: int
+    """First byte."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.part.count * self.dtype.itemsize
+
+    @property
+    def end_aligned(self) -> int:
+        return -(-self.end // ALIGNMENT) * ALIGNMENT
+
+    def of(self, message: torch.Tensor) -> torch.Tensor:
+        return message[self.start : self.end].view(self.dtype)
 
 
 class StreamOrder:
@@ -160,8 +217,8 @@ class StreamOrder:
                 tensor.record_stream(stream)
 
 
-def _message(operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> dist.P2POp:
-    return dist.P2POp(operation, tensor.view(torch.uint8), peer)  # not every transport supports every dtype
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)  # not every transport supports every dtype
 
 
 def elements(part: ParamRange) -> torch.Tensor:

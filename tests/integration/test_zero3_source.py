@@ -71,6 +71,7 @@ def test_no_exchange_is_larger_than_a_bucket_and_there_are_few(ranks: list[dict]
         assert max(sizes) <= max(of_tensors) / 2
         assert sum(sizes) == pytest.approx(sum(of_tensors) / 2, rel=0.02)
         assert len(sizes) < len(of_tensors) / 2
+        assert set(rank["exchanged"]["counts"]) == {1}, "one message from each owner to each reader"
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**30])

@@ -198,10 +198,11 @@ def is_within(tensor: torch.Tensor, wholes: Sequence[torch.Tensor]) -> bool:
 
 
 def exchanged(source: ZeroSource) -> dict[str, Any]:
-    """Return the bytes of each exchange of a pass, of the model, and of its largest tensor."""
-    exchange, sizes = dist.batch_isend_irecv, []
+    """Return the bytes and the messages of each exchange of a pass, and the bytes of the model's tensors."""
+    exchange, sizes, counts = dist.batch_isend_irecv, [], []
 
     def counted(messages: list[dist.P2POp]) -> list[dist.Work]:
+        counts.append(len(messages))
         sizes.append(sum(message.tensor.nbytes for message in messages))
         return exchange(messages)
 
@@ -210,7 +211,7 @@ def exchanged(source: ZeroSource) -> dict[str, Any]:
         pass
     dist.batch_isend_irecv = exchange
     of_tensors = [nbytes(meta) for meta in source.metadata]
-    return {"sizes": sizes, "of_tensors": of_tensors}
+    return {"sizes": sizes, "counts": counts, "of_tensors": of_tensors}
 
 
 def one_pass(source: ZeroSource) -> dict[str, Any]:
