@@ -84,6 +84,7 @@ def test_a_server_by_the_name_of_this_machine_gets_weights(server: EngineServer)
         assert remote.mismatch(remote.generate(PROMPT)) < 1e-4
 
 
+@pytest.mark.v2
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_those_of_the_trainer(remote: Trained, temperature: float):
     call = remote.generate(PROMPT, max_tokens=64, temperature=temperature)
@@ -136,6 +137,7 @@ def test_vllms_own_route_and_the_compact_one_give_equal_answers(remote: Trained,
         assert (call.support is None) == (expected.support is None)
 
 
+@pytest.mark.v2
 def test_truncated_sampling_brings_its_support(remote: Trained):
     call = remote.generate(PROMPT, top_k=8, temperature=0.7)
     assert call.support is not None
@@ -148,6 +150,7 @@ def test_truncated_sampling_brings_its_support(remote: Trained):
     assert list(call.sampled_logprobs) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.v2
 def test_after_a_sync_the_server_samples_from_the_new_weights(remote: Trained):
     before = remote.generate(LONG_PROMPT)
     for seed in (1, 2):
@@ -160,6 +163,7 @@ def test_after_a_sync_the_server_samples_from_the_new_weights(remote: Trained):
     assert remote.mismatch(before) > 0.1, "the perturbation is too small for this test to mean anything"
 
 
+@pytest.mark.v2
 def test_a_request_in_flight_carries_both_versions_and_its_new_part_is_exact(remote: Trained):
     def update() -> None:
         perturb(remote.model, seed=11)
@@ -172,6 +176,7 @@ def test_a_request_in_flight_carries_both_versions_and_its_new_part_is_exact(rem
     assert call.sampled_logprobs[new:] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.v2
 def test_an_aborting_pause_returns_the_partial_completion(remote: Trained):
     long = Sampling(max_tokens=300, ignore_eos=True, seed=0)
 
