@@ -222,9 +222,18 @@ def vocabulary_difference(own: Mapping[str, int], other: Mapping[str, int]) -> s
 
 
 def generation_stops(path: str | Path) -> list[int]:
-    """Return the ids that end a text in a model's generation_config.json; none without the file."""
+    """Return the ids that end a text in a model's generation_config.json; none without the file.
+
+    Raises `ConfigError` for values that are no ids.
+    """
     try:
         eos = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the model has no generation_config.json
         eos = None
-    return [eos] if isinstance(eos, int) else list(eos or ())
+    stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(stop) is int and stop >= 0 for stop in stops):
+        raise ConfigError(
+            f"{path}: generation_config.json has eos_token_id={eos!r:.80}, expected the id of a token, or a list of "
+            "them; correct the file"
+        )
+    return stops

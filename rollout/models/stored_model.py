@@ -34,6 +34,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations import deepspeed
 from transformers.modeling_utils import _get_resolved_checkpoint_files, load_state_dict
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.generation import mend_generation
@@ -45,6 +50,12 @@ MAX_REASON = 300
 """Most characters of another library's error that a sentence quotes."""
 SCORE = "score."
 """Beginning of the names of a reward model's head."""
+OF_TRANSFORMERS = {
+    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+    *MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values(),
+    *MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values(),
+}
+"""Classes of transformers that a config.json may name. Others are aliases of vLLM, towers, and remote code."""
 HEADS = ("lm_head.", "embed_out.", SCORE, "classifier.")
 
 
@@ -164,6 +175,11 @@ def stored_model(
         found = "; ".join(f"{len(names)} {kind} ({named(names)})" for kind, names in lists.items() if names)
         hint = _hint(role, missing, unexpected, config)
         raise ConfigError(f"{place} does not hold the tensors of a {kind.__name__}: {found}. {hint}{remedy}")
+    if role is LANGUAGE_MODEL and (other := OF_TRANSFORMERS & {*(config.architectures or ())} - {kind.__name__}):
+        raise ConfigError(
+            f"{place}: config.json has architectures {named(other)}, which the engine would load, and the model_type "
+            f"{config.model_type} of a {kind.__name__}; correct config.json, or {remedy}"
+        )
     if left_out := targets.values() - own.keys():
         notes.append(f"{len(left_out)} tensor(s) left out, for which a {kind.__name__} has no place: {named(left_out)}")
     names = {target: name for name, target in targets.items()}

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from lockstep.rewards.model.classifier import refuse_labels
 from lockstep.rewards.resolve import MODEL
-from lockstep.rollout.chat.chat import load_tokenizer, vocabulary_difference
+from lockstep.rollout.chat.chat import generation_stops, load_tokenizer, vocabulary_difference
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import LANGUAGE_MODEL, REWARD_MODEL, Role, read_config, stored_model
 from lockstep.trainer.config.schema import Config
@@ -110,6 +110,11 @@ def _refuse_other_ids(config: Config, setting: str, path: str, own: PreTrainedCo
     if setting == "model.path":
         if ids is None:
             raise ConfigError(f"model.path={path} has no tokenizer; save that of the model there (`save_pretrained`)")
+        if outside := [stop for stop in generation_stops(path) if stop >= size]:
+            raise ConfigError(
+                f"model.path={path}: generation_config.json has eos_token_id {outside[0]}, and the model has {size} "
+                "ids; correct the file"
+            )
         return
     # Larger models of a family pad the vocabulary further. A reference must have the same, for a KL over the same ids.
     is_padded = ids is not None and setting != "model.reference_path" and size > max(ids.values())

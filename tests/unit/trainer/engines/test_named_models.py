@@ -150,6 +150,24 @@ def test_a_policy_without_a_tokenizer_is_refused(sound: Path, tmp_path: Path) ->
     assert "has no tokenizer" in refusal(configuration(tmp_path))
 
 
+@pytest.mark.parametrize("stop", ["</s>", -1, [3, "</s>"], 2.5, True, VOCABULARY, [3, VOCABULARY]])
+def test_ends_of_a_text_that_are_no_ids_of_the_model_are_refused(sound: Path, tmp_path: Path, stop: object) -> None:
+    shutil.copytree(sound / "policy", tmp_path / "policy")
+    (tmp_path / "policy" / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    assert "generation_config.json has eos_token_id" in refusal(configuration(tmp_path / "policy"))
+
+
+@pytest.mark.parametrize("other", ["LlamaForCausalLM", "Qwen3ForSequenceClassification"])
+def test_a_policy_that_the_engine_would_load_as_another_class_is_refused(
+    sound: Path, tmp_path: Path, other: str
+) -> None:
+    shutil.copytree(sound / "policy", tmp_path / "policy")
+    change_config(tmp_path / "policy", architectures=[other])
+    said = refusal(configuration(tmp_path / "policy"))
+    assert f"architectures {other}" in said
+    assert "Qwen3ForCausalLM" in said
+
+
 def test_a_context_beyond_the_positions_of_the_model_is_refused(sound: Path, tmp_path: Path) -> None:
     assert "set rollout.max_model_len=512 or less" in refusal(
         configuration(sound / "policy", rollout__max_model_len=513)
