@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ from lockstep.rollout.records import Message
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 """Columns searched when none is named; the first that the row fills wins."""
+
+OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
+"""Roles of other formats, by ours. A template may write them, but no judge would see a question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +49,20 @@ class PromptReader:
         if name is None:
             there = [f"{column} (empty)" if is_empty(value) else column for column, value in example.items()]
             hint = next((column for column, value in example.items() if isinstance(value, str | list)), "<column>")
+            remedy = f"set 'data.columns={{prompt: {hint}}}' with the column that holds the prompt"
+            if not example.keys().isdisjoint(self.columns):
+                remedy = "fill it, or leave the row out"
             raise DataError(
-                f"no prompt in a data row: no {' or '.join(self.columns)}; it has {', '.join(there) or 'nothing'}; set "
-                f"'data.columns={{prompt: {hint}}}' with the column that holds the prompt"
+                f"no prompt in a data row: no {' or '.join(self.columns)}; it has {', '.join(there) or 'nothing'}; "
+                f"{remedy}"
             )
         value = example[name]
         if isinstance(value, str):
+            if _is_chat(value):
+                raise DataError(
+                    f"column {name}: found the JSON text of messages, {value!r:.80}, which the model would read as one "
+                    "turn of a user; expected the list itself, in a JSONL, JSON or parquet file"
+                )
             return self._with_system(({"role": "user", "content": self.template.replace("{prompt}", value)},))
         return self._with_system(_read_messages(name, value))
 
@@ -65,6 +77,15 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
+def _is_chat(text: str) -> bool:
+    """True for the JSON text of messages."""
+    try:
+        turns = json.loads(text) if text.lstrip().startswith("[") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(turns, list) and any(isinstance(turn, dict) and "role" in turn for turn in turns)
+
+
 def _read_messages(name: str, value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise DataError(
@@ -73,6 +94,11 @@ def _read_messages(name: str, value: Any) -> tuple[Message, ...]:
     for turn in value:
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str) or "content" not in turn:
             raise DataError(f"column {name}: expected messages with role and content, found {turn!r:.200}")
+        if turn["role"] in OTHER_ROLES:
+            raise DataError(
+                f"column {name}: found the role {turn['role']!r}, expected {OTHER_ROLES[turn['role']]!r}: rewards and "
+                "templates read the roles system, user, assistant and tool"
+            )
     if value[-1]["role"] == "assistant":
         raise DataError(
             f"column {name}: the conversation ends with an assistant turn, expected a turn that the model can answer; "

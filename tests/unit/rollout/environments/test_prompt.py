@@ -39,11 +39,24 @@ def test_empty_keys_that_columnar_files_add_are_left_out():
         ({"prompt": 7}, "list of messages"),
         ({"messages": [{"from": "human", "value": "q"}]}, "role and content"),
         ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, "assistant turn"),
+        ({"messages": '[{"role": "user", "content": "q"}]'}, "column messages: found the JSON text of messages"),
+        ({"prompt": ' [{"role": "user", "content": "q"}]\n'}, "column prompt: found the JSON text of messages"),
+        ({"messages": [{"role": "human", "content": "q"}]}, "the role 'human', expected 'user'"),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "gpt", "content": "a"}]},
+            "the role 'gpt', expected 'assistant'",
+        ),
+        ({"prompt": " ", "answer": "5"}, r"prompt \(empty\), answer; fill it, or leave the row out"),
     ],
 )
 def test_a_row_without_a_prompt_that_can_be_answered_is_refused_with_the_reason(row, says):
     with pytest.raises(DataError, match=says):
         PromptReader().messages(row)
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]", "[", "[" * 100_000, '[{"name": "role"}]', '{"role": "user"}'])
+def test_other_json_is_a_text_of_a_user(text: str) -> None:
+    assert PromptReader().messages({"prompt": text}) == ({"role": "user", "content": text},)
 
 
 def test_a_template_surrounds_texts_and_not_messages():
