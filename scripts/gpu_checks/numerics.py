@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,41 +17,73 @@ from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import EngineCall, FinishReason, TrainingRow
 from lockstep.trainer.batch.packing import PackedBatch, collate
 from lockstep.trainer.model.fused_head import fused_logprobs
+from lockstep.trainer.model.layers import varlen_attention
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks import isolation
-from scripts.gpu_checks.measured import Measured, above, below, equal
+from scripts.gpu_checks.measured import Measured, above, below, equal, within_floor
 from scripts.gpu_checks.subject import Subject
+
+HALF = "weights in half"
+"""Weights of the case without autocast, as under ZeRO."""
 
 
 def attention(subject: Subject) -> list[Measured]:
     found = []
-    rows = _rows(subject)
-    window = subject.pick(256, 24)
-    kernels = contextlib.nullcontext() if subject.rehearses else _without_math()
-    for name, changes in (
-        ("full", {}),
-        ("window", {"use_sliding_window": True, "sliding_window": window, "layer_types": ["sliding_attention"] * 4}),
-    ):
+    rows, narrow = _rows(subject), subject.pick(64, 16)
+    layers = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}
+    cases = {
+        "full": {},
+        "a short window": {**layers, "sliding_window": subject.pick(256, 24)},
+        "a window longer than the rows": {**layers, "sliding_window": 2 * max(map(len, rows))},
+        "narrow heads": {"head_dim": narrow},
+        "wide heads": {"head_dim": 4 * narrow},
+        HALF: {},
+    }
+    for name, changes in cases.items():
         policy = subject.new_policy(**changes)
-        alone = _scored(policy, lambda policy=policy: torch.cat([_plain(subject, policy, row) for row in rows]))
+        true = _scored(policy, lambda policy=policy: torch.cat([_plain(policy, row) for row in rows]))
+        mixed = subject.autocast
+        if name == HALF:
+            policy = Policy(policy.model.to(getattr(torch, subject.dtype)), compute_dtype=subject.dtype)
+            mixed = contextlib.nullcontext
+        with mixed():
+            alone = _scored(policy, lambda policy=policy: torch.cat([_plain(policy, row) for row in rows]))
         for share in (False, True):
             packed = collate(rows, range(len(rows)), share_prefixes=share, device=subject.device)
-
-            def forward(policy: Policy = policy, packed: Any = packed) -> torch.Tensor:
-                with subject.autocast():
-                    return policy(packed, with_entropy=False)[0]
-
-            with kernels:
-                logp, gradient = _scored(policy, forward)
+            with (
+                mixed(),
+                contextlib.nullcontext() if subject.rehearses else _without_math(),
+                _counted_kernels() as calls,
+            ):
+                logp, gradient = _scored(
+                    policy, lambda policy=policy, packed=packed: policy(packed, with_entropy=False)[0]
+                )
             which = f"{name}, {'shared prefixes' if share else 'whole rows'}"
-            difference = (logp - alone[0]).abs().mean().item()
-            cosine = torch.nn.functional.cosine_similarity(gradient, alone[1], dim=0).item()
+            turned, floor = (1 - _cosine(gradients, true[1]) for gradients in (gradient, alone[1]))
             found += [
                 equal(f"{which}: prefixes are shared", packed.prefixes is not None, share),
-                below(f"{which}: mean |Δ log π|", difference, subject.pick(0.01, 1e-5)),
-                above(f"{which}: cosine of gradients", cosine, subject.pick(0.999, 0.99999)),
+                equal(f"{which}: calls of the kernel, one per layer", len(calls), subject.pick(4, 0)),
+                *within_floor(which, (logp - true[0]).abs(), (alone[0] - true[0]).abs(), least=1e-5),
+                below(f"{which}: 1 - cosine of gradients", turned, max(2 * floor, 1e-5)),
             ]
     return found
+
+
+@contextlib.contextmanager
+def _counted_kernels() -> Iterator[list[torch.dtype]]:
+    """Collect the dtype of every call of the kernel for rows of any length."""
+    calls, kernel = [], varlen_attention.varlen_attn
+
+    def counted(query: torch.Tensor, *others: Any, **settings: Any) -> Any:
+        calls.append(query.dtype)
+        return kernel(query, *others, **settings)
+
+    with patch.object(varlen_attention, "varlen_attn", counted):
+        yield calls
+
+
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=0).item()
 
 
 def recurrent(subject: Subject) -> list[Measured]:
@@ -91,13 +124,13 @@ def _rows(subject: Subject) -> list[TrainingRow]:
     return rows
 
 
-def _plain(subject: Subject, policy: Policy, row: TrainingRow) -> torch.Tensor:
+def _plain(policy: Policy, row: TrainingRow) -> torch.Tensor:
     """Return the logprobs of the trained tokens from transformers' own forward pass over the row."""
-    ids = torch.from_numpy(row.ids).to(subject.device)
-    with subject.autocast():
-        logits = policy.causal_lm(ids[None], use_cache=False).logits[0, :-1]
+    device = next(policy.parameters()).device
+    ids = torch.from_numpy(row.ids).to(device)
+    logits = policy.causal_lm(ids[None], use_cache=False).logits[0, :-1]
     logprobs = torch.log_softmax(logits.float(), -1).gather(1, ids[1:, None])[:, 0]
-    return logprobs[torch.from_numpy(row.loss_mask[1:]).to(subject.device)]
+    return logprobs[torch.from_numpy(row.loss_mask[1:]).to(device)]
 
 
 def _scored(policy: Policy, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,9 @@ def test_nothing_is_installed_where_it_is_there_or_may_not_be(tmp_path: Path, ma
     assert run(tmp_path, **machine) == (0, MAKE)
 
 
-@pytest.mark.parametrize(("failing", "calls"), [("make lint", MAKE[:2]), ("make test", MAKE[:3]), ("make test-v2", MAKE)])
+@pytest.mark.parametrize(
+    ("failing", "calls"), [("make lint", MAKE[:2]), ("make test", MAKE[:3]), ("make test-v2", MAKE)]
+)
 def test_a_failing_check_fails_the_run(tmp_path: Path, failing: str, calls: list[str]) -> None:
     code, found = run(tmp_path, failing=failing)
     assert code != 0

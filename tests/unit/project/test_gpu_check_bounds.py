@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lockstep.rollout.records import EngineCall, FinishReason
+from lockstep.trainer.batch.packing import PackedBatch, collate
 from lockstep.trainer.model.policy import Policy
-from scripts.gpu_checks import measured
+from scripts.gpu_checks import measured, numerics
 from scripts.gpu_checks.measured import within_floor
 from scripts.gpu_checks.subject import Served, Subject
 
@@ -147,3 +150,23 @@ def test_rounded_logprobs_leave_the_policy_as_it_was(served: Served) -> None:
     served.rounded_logprobs(sampled(served))
     assert {parameter.dtype for parameter in served.policy.parameters()} == {torch.float32}
     assert isinstance(served.policy, Policy)
+
+
+def unmet(directory: Path) -> set[str]:
+    """Return the cases of the check of attention that are refused, in small sizes and bfloat16."""
+    found = numerics.attention(InBfloat16(directory=directory, rehearses=True))
+    return {one.name.partition(":")[0] for one in found if not one.is_met}
+
+
+def test_attention_that_rounds_in_bfloat16_is_accepted(tmp_path: Path) -> None:
+    assert unmet(tmp_path) == set()
+
+
+def test_attention_to_the_row_before_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_one_row(*arguments: Any, share_prefixes: bool, **settings: Any) -> PackedBatch:
+        packed = collate(*arguments, share_prefixes=share_prefixes, **settings)
+        ends = packed.cu_seqlens[[0, -1]]
+        return packed if share_prefixes else replace(packed, cu_seqlens=ends, row_lengths=(packed.num_tokens,))
+
+    monkeypatch.setattr(numerics, "collate", as_one_row)
+    assert {"full, whole rows", "weights in half, whole rows"} <= unmet(tmp_path)
