@@ -105,6 +105,7 @@ def load_rows(
         elif not is_file(path):
             rows = _hub_rows(path, subset, split, say)
         elif local.suffix.lower() == ".parquet":
+            _refuse_unfit_table(path, local)
             rows = Rows.of(datasets.load_dataset("parquet", data_files=str(local), split="train"))
         else:
             rows = Rows.kept(every(file_records(local, of=path), of=path, say=say))
@@ -130,6 +131,28 @@ def read_first_row(path: str) -> Row:
     except OSError as error:
         raise DataError(f"data set {path} cannot be loaded: {reason(error)}") from error
     raise _no_rows(path)
+
+
+def _refuse_unfit_table(path: str, local: Path) -> None:
+    """Raise `DataError` with the name of a column that `datasets` cannot read, and for a file without rows."""
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(local) as file:
+        schema, count = file.schema_arrow, file.metadata.num_rows
+    if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
+        raise DataError(f"data set {path}: it has column {twice} twice; rename one of them")
+    if count == 0:
+        raise _no_rows(path)
+    for field in schema:
+        try:
+            datasets.Features.from_arrow_schema(pyarrow.schema([field]))
+        except UNREADABLE as error:
+            raise DataError(
+                f"data set {path}: column {field.name} has the type {field.type}, which cannot be read; write it as "
+                "text, or leave it out of the file"
+            ) from error
 
 
 def _no_rows(path: str) -> DataError:

@@ -37,6 +37,8 @@ Record = tuple[str, Callable[[], T]]
 MAX_DEPTH = 100
 """Lists and objects inside each other."""
 TOO_DEEP = f"it has more than {MAX_DEPTH} lists and objects inside each other"
+OTHER_DELIMITERS = ";\t|"
+"""Delimiters of tables that are not CSV. Behind commas alone, a whole line would be one text."""
 SHOWN_ROWS = 5
 """Refused rows that an error quotes."""
 PROGRESS_S = 10.0
@@ -242,6 +244,10 @@ def _cells(path: Path, *, of: str, delimiter: str) -> Iterator[Record[Row]]:
         header = next((cells for cells in lines if cells), [])
         if twice := next((name for name in header if header.count(name) > 1), None):
             raise DataError(f"data set {of}: the header has {twice} twice; rename one of the columns")
+        if delimiter == "," and len(header) == 1 and any(mark in header[0] for mark in OTHER_DELIMITERS):
+            raise DataError(
+                f"data set {of}: the header has one column, {header[0]!r}; expected columns with commas between them"
+            )
         for cells in lines:
             if cells:
                 yield f"line {lines.line_num}", partial(_named, header, cells)

@@ -114,6 +114,8 @@ def test_a_row_is_made_again_at_each_access(tmp_path: Path) -> None:
         ("a.csv", "a,b\n1,2\n3,4,5\n6,7,8\n", ["2 of 3 rows", "line 3: found 3 fields, the header has 2", "line 4"]),
         ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', ["line 4: unexpected end of data; write quotes inside of quotes twice"]),
         ("a.csv", "a,a\n1,2\n", ["the header has a twice"]),
+        ("a.csv", "prompt;answer\na;1\n", ["one column, 'prompt;answer'; expected columns with commas"]),
+        ("a.csv", "prompt\tanswer\na\t1\n", ["one column, 'prompt\\tanswer'"]),
     ],
 )
 def test_rows_that_cannot_be_read_are_counted_with_their_places(
@@ -144,6 +146,26 @@ def test_of_many_refused_rows_the_first_are_quoted(tmp_path: Path) -> None:
 def write_table(path: Path, **columns: Any) -> DataSetConfig:
     parquet.write_table(pyarrow.table(columns), path)
     return DataSetConfig(path=str(path), split="train")
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["prompt", "prompt"]), "has column prompt twice"),
+        (pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), "has no rows"),
+        (
+            pyarrow.table(
+                {"prompt": ["a"], "m": pyarrow.array([[("k", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))}
+            ),
+            "column m has the type map<string, int64",
+        ),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused_by_the_name_of_the_column(
+    table: pyarrow.Table, says: str, tmp_path: Path
+) -> None:
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert says in refused(tmp_path / "a.parquet")
 
 
 def test_parquet_has_the_values_of_the_types_of_the_file(tmp_path: Path) -> None:
