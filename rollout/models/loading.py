@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.computed_buffers import set_buffers
 from lockstep.rollout.models.generation import mend_generation
-from lockstep.rollout.models.stored_model import Role, is_finite, named, read_config, stored_model
+from lockstep.rollout.models.stored_model import Role, is_finite, read_config, refuse_non_finite, stored_model
 
 
 def load_model(
@@ -42,11 +41,7 @@ def load_model(
     model = role.auto.from_pretrained(path, dtype=dtype, device_map=device_map, **loading)
     set_buffers(model, stored.read)
     mend_generation(model)
-    if bad := _non_finite(model):
-        raise ConfigError(
-            f"{setting}={path}: {len(bad)} tensor(s) have NaN or infinite values ({named(bad)}); restore its files, or "
-            f"set {setting} to another model"
-        )
+    refuse_non_finite(_non_finite(model), setting=setting, path=path)
     return model
 
 

@@ -99,6 +99,17 @@ class StoredModel:
         with safe_open(file, framework="pt") as opened:
             return opened.get_tensor(stored)
 
+    def non_finite(self) -> list[str]:
+        """Read all values, one tensor at a time. Returns the names of tensors with NaN or infinite ones."""
+        bad: list[str] = []
+        for file in sorted(set(self.files.values())):
+            if file.endswith(".safetensors"):
+                with safe_open(file, framework="pt") as opened:
+                    bad += [name for name in opened.keys() if not is_finite(opened.get_tensor(name))]  # noqa: SIM118
+            else:
+                bad += [name for name, tensor in load_state_dict(file).items() if not is_finite(tensor)]
+        return bad
+
 
 @contextmanager
 def whole_models() -> Iterator[None]:
@@ -204,6 +215,15 @@ def named(names: Collection[str]) -> str:
     """Return the first names in a line, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(sorted(names)[:NAMED]) + more
+
+
+def refuse_non_finite(bad: Collection[str], *, setting: str, path: str | Path) -> None:
+    """Raise `ConfigError` if there are names of tensors with values that are not finite."""
+    if bad:
+        raise ConfigError(
+            f"{setting}={path}: {len(bad)} tensor(s) have NaN or infinite values ({named(bad)}); restore its files, or "
+            f"set {setting} to another model"
+        )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,14 @@ from lockstep.rewards.model.classifier import refuse_labels
 from lockstep.rewards.resolve import MODEL
 from lockstep.rollout.chat.chat import generation_stops, load_tokenizer, vocabulary_difference
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.models.stored_model import LANGUAGE_MODEL, REWARD_MODEL, Role, read_config, stored_model
+from lockstep.rollout.models.stored_model import (
+    LANGUAGE_MODEL,
+    REWARD_MODEL,
+    Role,
+    read_config,
+    refuse_non_finite,
+    stored_model,
+)
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.critic import role_of
 from lockstep.trainer.model.decoder import packable_config
@@ -50,8 +57,11 @@ def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: b
         if stored_method(teacher) is None:
             found.append((LANGUAGE_MODEL, "teacher.path", config.teacher.path, teacher))
     for role, setting, path, own in found:
-        for note in stored_model(role, path, own, setting=setting, **trust, **loading_arguments(own)).notes:
+        stored = stored_model(role, path, own, setting=setting, **trust, **loading_arguments(own))
+        for note in stored.notes:
             say(note)
+        if not trains:  # the trainer checks what it loads
+            refuse_non_finite(stored.non_finite(), setting=setting, path=path)
         _refuse_other_ids(config, setting, path, own, policy)
         _refuse_short(config, setting, path, own)
     if trains and MODEL in config.reward.functions:

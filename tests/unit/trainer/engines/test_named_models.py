@@ -150,6 +150,20 @@ def test_a_policy_without_a_tokenizer_is_refused(sound: Path, tmp_path: Path) ->
     assert "has no tokenizer" in refusal(configuration(tmp_path))
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_values_that_are_not_finite_are_refused_where_nothing_is_trained(
+    sound: Path, tmp_path: Path, value: float
+) -> None:
+    """A trainer checks the tensors that it loads; an engine checks none."""
+    shutil.copytree(sound / "policy", tmp_path / "policy")
+    name = "model.layers.1.mlp.down_proj.weight"
+    change_tensors(
+        tmp_path / "policy", lambda state: {**state, name: state[name].index_fill(0, torch.tensor([3]), value)}
+    )
+    said = refusal(configuration(tmp_path / "policy"), trains=False)
+    assert said.startswith(f"model.path={tmp_path / 'policy'}: 1 tensor(s) have NaN or infinite values ({name});")
+
+
 @pytest.mark.parametrize("stop", ["</s>", -1, [3, "</s>"], 2.5, True, VOCABULARY, [3, VOCABULARY]])
 def test_ends_of_a_text_that_are_no_ids_of_the_model_are_refused(sound: Path, tmp_path: Path, stop: object) -> None:
     shutil.copytree(sound / "policy", tmp_path / "policy")
