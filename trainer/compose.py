@@ -127,7 +127,15 @@ def drop_prepared_heldout(config: Config, words: Sequence[str]) -> None:
 
 
 def refuse_demo_parts(config: Config, words: Sequence[str]) -> None:
-    """Raise `ConfigError` if other data was typed for the environment or the reward of a demo, and these were not."""
+    """Raise `ConfigError` if other data was typed for the environment or the reward of a demo, and these were not.
+
+    Also if data was typed that is not read.
+    """
+    if config.data.sources and sets(words, "data.path"):
+        raise ConfigError(
+            f"data.path={config.data.path} is not read beside data.sources; leave it out, or name it as one of them: "
+            f"data.sources.more.path={config.data.path}"
+        )
     used = {**config.data.training_sets(), **config.heldout_sets()}.values()
     other = [data_set.path for data_set in used if data_set.path and data_folder(data_set.path) != DEMO]
     if not other or not config.has_rollouts or not sets(words, *TASK["data"]):
@@ -157,6 +165,8 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
         parts["reward"] = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights)
     typed = [part for part in parts if sets(words, *TASK[part])]
     kept = [part for part in parts if part not in typed]
+    if trains and not config.evaluates and (heldout := [one.path for one in config.heldout_sets().values()]):
+        parts["held out"] = f"{', '.join(heldout)}: not used, because eval.every=0"
     experiment = [word for word in words if word.startswith("experiment=")]
     if experiment and typed and kept:
         parts["kept"] = f"{', '.join(kept)} of {experiment[-1]}, beside another {', '.join(typed)}"

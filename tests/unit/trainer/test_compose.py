@@ -132,7 +132,17 @@ def test_the_first_lines_name_the_task_with_its_tools() -> None:
         "data           data/demo/calculator/train.jsonl",
         "environment    calculator with the tool calculator, at most 3 turns",
         "reward         demo_answer",
+        "held out       data/demo/calculator/heldout.jsonl: not used, because eval.every=0",
     ]
+    words = ["experiment=demo", "eval.every=5"]
+    assert "held out" not in describe_task(composed(*words), words)
+
+
+def test_a_path_beside_sources_is_refused() -> None:
+    words = ["experiment=demo", "data.sources.a.path=a.jsonl", "environment=single_turn", "reward=numeric"]
+    refuse_demo_parts(composed(*words), words)
+    with pytest.raises(ConfigError, match=r"data\.sources\.more\.path=b\.jsonl"):
+        refuse_demo_parts(composed(*words, "data.path=b.jsonl"), [*words, "data.path=b.jsonl"])
 
 
 def test_the_first_lines_say_what_an_experiment_chose_beside_what_was_typed() -> None:
