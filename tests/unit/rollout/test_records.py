@@ -66,9 +66,9 @@ def test_the_prompt_ends_before_the_first_sampled_message(turns: int, expected: 
         ({"sampled_ids": (True, 4)}, "a sampled id is not a token id .True is a bool"),
         ({"prompt_ids": (7, False)}, "a prompt id is not a token id .False is a bool"),
         ({"sampled_ids": ("3", 4)}, "a sampled id is not a token id"),
-        ({"version_spans": (VersionSpan(version=True, start=0, end=2),)}, "are not integers"),  # type: ignore[arg-type]
-        ({"version_spans": (VersionSpan(version="3", start=0, end=2),)}, "are not integers"),  # type: ignore[arg-type]
-        ({"version_spans": (VersionSpan(version=3, start=False, end=2),)}, "are not integers"),
+        ({"version_spans": (VersionSpan(version=True, start=0, end=2),)}, "are not 32-bit integers"),  # type: ignore[arg-type]
+        ({"version_spans": (VersionSpan(version="3", start=0, end=2),)}, "are not 32-bit integers"),  # type: ignore[arg-type]
+        ({"version_spans": (VersionSpan(version=3, start=False, end=2),)}, "are not 32-bit integers"),
         ({"sampled_ids": (3, -1)}, "negative sampled id"),
         ({"sampled_ids": (3, 4.5)}, "a sampled id is not a token id"),
         ({"prompt_ids": (-1,)}, "negative prompt id"),
