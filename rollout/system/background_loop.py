@@ -64,9 +64,17 @@ class BackgroundLoop:
             self.close()
 
 
-@functools.cache
+_creation = threading.Lock()
+
+
 def shared_loop() -> BackgroundLoop:
     """Return the loop of this process for user functions."""
+    with _creation:  # threads that ask at once would get a loop each
+        return _shared_loop()
+
+
+@functools.cache
+def _shared_loop() -> BackgroundLoop:
     return BackgroundLoop()
 
 
