@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,9 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
     experiment = [word for word in words if word.startswith("experiment=")]
     if experiment and typed and kept:
         parts["kept"] = f"{', '.join(kept)} of {experiment[-1]}, beside another {', '.join(typed)}"
+    keys = Counter(word.partition("=")[0] for word in words if "=" in word)
+    if repeated := [key for key, count in keys.items() if count > 1]:
+        parts["typed twice"] = f"{', '.join(repeated)}: the last one counts"
     return redact_text("\n".join(f"{part:<14} {text}" for part, text in parts.items()))
 
 

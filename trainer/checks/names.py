@@ -140,6 +140,12 @@ def reward_name_problems(config: Config) -> Iterator[str]:
             f"reward.settings.{name} is for a function that is not among reward.functions ({', '.join(short)})"
             f"{closest(name, short)}; leave it out, or set '~reward.settings.{name}' if a file sets it"
         )
+    for name, given in settings.items():
+        if name not in names and not isinstance(given, dict):
+            yield (
+                f"reward.settings.{name}={given} is not a mapping of settings; set "
+                f"reward.settings.{name}.<name>=<value>"
+            )
     for spec in dict.fromkeys(config.reward.functions):
         if spec in names:
             given = settings.get(spec, {})

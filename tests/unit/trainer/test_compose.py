@@ -12,6 +12,7 @@ import yaml
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.declared import missing_problems
+from lockstep.trainer.checks.names import reward_name_problems
 from lockstep.trainer.compose import CONFIG_DIR, TASK, describe_task, drop_prepared_heldout, refuse_demo_parts, sets
 from lockstep.trainer.config.schema import Config
 from scripts.check_environment import overrides_of, parse
@@ -136,6 +137,21 @@ def test_the_first_lines_name_the_task_with_its_tools() -> None:
     ]
     words = ["experiment=demo", "eval.every=5"]
     assert "held out" not in describe_task(composed(*words), words)
+
+
+def test_a_setting_that_is_typed_twice_is_named() -> None:
+    words = ["experiment=demo", "seed=1", "eval.every=5", "seed=2"]
+    assert describe_task(composed(*words), words).splitlines()[-1] == "typed twice    seed: the last one counts"
+
+
+@pytest.mark.parametrize("given", ["5", "[1]", "text"])
+def test_settings_of_an_own_reward_that_are_no_mapping_are_refused(given: str, tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("def f(rollout):\n    return 1.0\n")
+    words = ["experiment=demo", f"reward.functions=[{tmp_path}/my.py:f]", f"reward.settings.f={given}"]
+    assert any(
+        "is not a mapping of settings; set reward.settings.f.<name>" in p
+        for p in reward_name_problems(composed(*words))
+    )
 
 
 def test_a_path_beside_sources_is_refused() -> None:
