@@ -34,7 +34,7 @@ def closest(word: str, words: Sequence[str]) -> str:
         match = [other]
     elif len(ends) == 1 and "." in ends[0]:
         match = ends
-    elif begun := [known for known in words if known.startswith(word)]:
+    elif word and (begun := [known for known in words if known.startswith(word)]):
         match = begun
     else:
         match = difflib.get_close_matches(word, words, n=1)

@@ -16,6 +16,7 @@ from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
@@ -38,7 +39,7 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
             f"{path}}}' without model.lora.path"
         )
     if config.rollout.engine != "server":  # else the files may be on its machine alone
-        refuse_unfit_models(config, lambda note: None, trains=False)
+        refuse_unfit_models(config, print_error, trains=False)
     return EnginePool(start_members(config, loop=loop, log_path=log_path))
 
 

@@ -132,7 +132,9 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
     bucket = max(compute * shape.largest, int(config.sync.bucket_mib * 2**20))
     # Fetched from shards; on a GPU also a buffer for the engine, and the engine's copy of it.
     buckets = (zero_stage == 3 and world_size > 1) + 2 * (on_gpu and config.rollout.engine != "server")
-    buckets = buckets if config.has_rollouts else 0
+    # Parts of a bucket of several tensors arrive in messages, from which they are copied to their places.
+    messages = int(config.sync.bucket_mib * 2**20) if zero_stage == 3 and world_size > 1 else 0
+    buckets, messages = (buckets, messages) if config.has_rollouts else (0, 0)
     communication = FLOAT32 * sharding.reduce_bucket
     if zero_stage == 3:  # the reduction copies the bucket, or a larger tensor
         communication += FLOAT32 * max(min(sharding.reduce_bucket, shape.trained), shape.largest)
@@ -165,7 +167,7 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
         routes=route_bytes(shape, config.pack_tokens) if config.correction.routing_replay != "off" else 0,
         logits=logits_bytes(shape, config.pack_tokens)
         + (FLOAT32 if is_cast else compute) * shape.vocabulary * shape.hidden * (not config.model.lora.rank),
-        gathered=min(bucket, compute * shape.parameters) * buckets,
+        gathered=min(bucket, compute * shape.parameters) * buckets + min(messages, compute * shape.parameters),
         communication=communication,
         live_weights=compute * live,
         engine_weights=compute * shape.engine_parameters * engines,

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import json
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -245,6 +246,7 @@ def _reason(error: BaseException) -> str:
 
 _servers: dict[str, ToolServer] = {}
 """All servers of this process, by their settings."""
+_creation = threading.Lock()
 
 
 @functools.cache
@@ -258,8 +260,9 @@ def _loop() -> BackgroundLoop:
 def tool_server(settings: ServerSettings, limits: Limits) -> ToolServer:
     """Return the server with these settings; it is started by its first use."""
     key = repr((settings, limits))
-    if key not in _servers:
-        _servers[key] = ToolServer(settings, limits, _loop())
+    with _creation:  # episodes in threads may ask at once
+        if key not in _servers:
+            _servers[key] = ToolServer(settings, limits, _loop())
     return _servers[key]
 
 

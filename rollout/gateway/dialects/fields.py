@@ -128,7 +128,7 @@ def _named(choice: Any) -> Any:
 def _warn_of_choice(asked: str) -> None:
     logger.warning(
         "gateway: an agent asks for calls (tool_choice is %s), which are not forced: the model may answer without one. "
-        "environment/unforced_calls counts these answers",
+        "environment/unforced_calls counts the answers to such requests",
         asked,
     )
 
