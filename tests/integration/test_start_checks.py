@@ -1,4 +1,4 @@
-"""Layers in bfloat16 on rows of 1,500 tokens, under each launcher: within the rounding of their dtype."""
+"""bfloat16 on rows of 1,500 tokens, by launcher and family: layers and log-probabilities within its rounding."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.families import save_family
+from tests.fixtures.families import FAMILIES, save_family
 from tests.fixtures.ranks import accelerate, reports
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
-FAMILIES = ("qwen3", "gemma3")
+FLOOR = 0.016
+"""Nats. Median differences of the families are 0.005 to 0.012, in each quarter of the row."""
 
 
-@pytest.mark.parametrize("launch_file", ["ddp", "zero2", "zero3"])
-def test_layers_are_as_exact_as_bfloat16_on_two_ranks(launch_file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launch_file", ["", "ddp", "zero2", "zero3"])
+def test_long_rows_are_as_exact_as_bfloat16(launch_file: str, tmp_path: Path) -> None:
     for family in FAMILIES:
         save_family(family, tmp_path / "models" / family)
-    ranks = reports(accelerate(launch_file), "tests.integration.workers.start_checks", tmp_path, timeout_s=280)
-    for found in ranks:
-        assert set(found) == set(FAMILIES)
-        for family, layers in found.items():
-            assert max(layers.values()) < 0.3, (family, layers)
+    launcher = accelerate(launch_file) if launch_file else ()
+    ranks = reports(
+        launcher, "tests.integration.workers.start_checks", tmp_path, ranks=2 if launch_file else 1, timeout_s=280
+    )
+    for report in ranks:
+        assert set(report) == set(FAMILIES)
+        for family, measured in report.items():
+            assert max(measured["layers"].values()) < 0.3, (family, measured)
+            quarters = measured["logprobs"]
+            assert max(quarters) < FLOOR, (family, quarters)
+            assert quarters[-1] < 1.5 * quarters[0], (family, quarters)  # no growth with the position

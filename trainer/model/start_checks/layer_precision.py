@@ -162,7 +162,8 @@ def _difference(
     exact = output[0] if isinstance(output, tuple) else output
     apart = (trained.output.float() - exact).norm(dim=-1).flatten()
     accepted = OUTPUT[dtype] * exact.norm(dim=-1) + BRANCH[dtype] * (exact - states.float()).norm(dim=-1)
-    parts = (apart / accepted.flatten()).chunk(PARTS)
+    # A token whose embedding is 0, as padding's, can leave the layer as 0: nothing is accepted there, nor apart.
+    parts = torch.where(apart == 0, 0.0, apart / accepted.flatten()).chunk(PARTS)
     medians = [part.median().item() for part in parts]
     worst = max(range(len(parts)), key=lambda part: medians[part])
     first = sum(len(part) for part in parts[:worst])

@@ -70,6 +70,12 @@ def test_the_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in policy.causal_lm.get_decoder().layers)
 
 
+def test_tokens_without_an_embedding_differ_by_nothing(tmp_path: Path) -> None:
+    policy, run = loaded("granite_hybrid", tmp_path, "float32")
+    policy.causal_lm.get_input_embeddings().weight.data[:] = 0
+    assert max(worst(policy, run).values()) < 0.02
+
+
 def narrower_window(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("sliding_window"):
         kwargs["sliding_window"] -= WINDOW // 4
