@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,25 @@ def test_the_demo_learns_in_bfloat16(
     lines = [line for line in metrics(tmp_path / "half") if "reward/mean" in line]
     rewards = [line["reward/mean"] for line in lines]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.15, rewards
+    assert_agreement(lines)
+
+
+@pytest.mark.v2
+@pytest.mark.skipif(os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1", reason="the test above has V1")
+def test_two_ranks_and_the_v2_runner_agree(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    """ZeRO-3, bfloat16 and V2 together: the configuration of GPUs. Updates are few, for the interpreter is slow."""
+    train(
+        *demo, "model.dtype=bfloat16", "updates=2", f"run_root={tmp_path}", "run_name=half", "checkpoint.every=0",
+        "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "logger.print_rollouts_every=0",
+        ranks=2, launcher_file="zero3", timeout_s=800,
+    )  # fmt: skip
+    assert "Using V2 Model Runner" in (tmp_path / "half/logs/engine.log").read_text()
+    assert_agreement([line for line in metrics(tmp_path / "half") if "reward/mean" in line])
+
+
+def assert_agreement(lines: list[dict[str, float]]) -> None:
+    """Compare the tokens and log-probabilities of engine and trainer in each update."""
+    assert lines
     for line in lines:
         assert line["rollout/token_match_rate"] == 1.0
         assert line["rollout_correction/logp_diff_abs_mean"] < MEAN_DIFFERENCE
