@@ -96,6 +96,7 @@ def prepare(
     recurrent.isolate_rows(model)
     autocast.cast_embeddings(model)
     experts.cast_experts(model)
+    experts.keep_float32_routers(model)
     model.set_attn_implementation(choose_attention(attn_implementation, model, compute_dtype))
     disable_randomness(model)
     if gradient_checkpointing:

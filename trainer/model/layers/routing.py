@@ -35,9 +35,8 @@ from lockstep.rollout.errors import ConfigError, TrainingError
 from lockstep.trainer.batch.packing import NO_ROUTE, PackedBatch
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.decoder import packable_config
+from lockstep.trainer.model.layers.experts import EXPERTS
 
-EXPERTS = "experts"
-"""Name of the experts inside a sparse block."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of routed experts in configs."""
 

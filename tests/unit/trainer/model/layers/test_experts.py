@@ -24,6 +24,9 @@ GROUPED = (
 )
 """Families with experts that transformers computes by `grouped_mm`."""
 
+FLOAT32_ROUTERS = ("glm4_moe", "deepseek_v2", "deepseek_v3")
+"""Families whose routers, one in each model of the tests, cast to float32 themselves."""
+
 
 class Products(TorchDispatchMode):
     """Recorder of the dtypes of the operands of matrix products, by the product's name."""
@@ -65,7 +68,7 @@ def test_every_family_with_experts_is_here() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_product_of_a_decoder_is_in_float32_under_autocast(family: str) -> None:
-    """Forward and backward, over float32 weights."""
+    """Forward and backward, over float32 weights; but for routers that cast to float32 themselves."""
     policy, products = policy_of(family), Products()
     with products:
         with torch.autocast("cpu", torch.bfloat16):
@@ -73,7 +76,9 @@ def test_no_product_of_a_decoder_is_in_float32_under_autocast(family: str) -> No
         hidden.sum().backward()
     assert ("mm", torch.bfloat16) in products.operands
     assert (("_grouped_mm", torch.bfloat16) in products.operands) == (family in GROUPED)
-    assert {dtype for _, dtype in products.operands} == {torch.bfloat16}
+    wide = [name for name, dtype in products.operands if dtype != torch.bfloat16]
+    routers = 1 if family in FLOAT32_ROUTERS else 0
+    assert wide == ["mm"] * 2 * 3 * routers  # two operands, forward and for both gradients
 
 
 @pytest.mark.parametrize("family", GROUPED)
@@ -108,3 +113,26 @@ def test_without_autocast_nothing_is_cast() -> None:
     with products:
         policy.hidden_states(packed_rows())
     assert {dtype for _, dtype in products.operands} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", sorted({*GROUPED} - {"lfm2_moe", "minimax_m2"}))  # their routers take a bias
+def test_routers_under_autocast_give_the_logits_of_bfloat16_weights(family: str) -> None:
+    """Routers of DeepSeek and its relatives cast to float32 themselves; autocast rounds the others."""
+    policy = policy_of(family)
+    routers = [module for module in policy.modules() if type(module).__name__.endswith("Router")]
+    assert routers
+    for router in routers:
+        states = torch.randn(9, next(router.parameters()).shape[-1]).bfloat16()
+        half = copy.deepcopy(router).bfloat16()
+        with torch.no_grad():
+            for parameter in router.parameters():
+                parameter.copy_(parameter.bfloat16())
+            with torch.autocast("cpu", torch.bfloat16):
+                cast = router(states)
+            rounded = half(states)
+        for one, other in zip(_tensors(cast), _tensors(rounded), strict=True):
+            assert torch.equal(one.float(), other.float())
+
+
+def _tensors(output: Any) -> tuple[torch.Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
