@@ -5,10 +5,11 @@
     python scripts/check_loss.py my_advantage.py:median              an advantage of yours
     python scripts/check_loss.py gspo clip_low=0.3 clip_high=0.4     a built-in one
 
-Loss: one loss per token; the same gradient for every division of a step into ranks, microbatches, rollouts and
-branches, with every denominator; metrics that add up; autograd against finite differences; extreme log ratios.
+Loss: one loss per token, that of the token alone; metrics that add up; autograd against finite differences; extreme
+log ratios.
 Advantage: the same for every order of rollouts; groups of equal rewards, of one rollout, of other sizes.
-Both: the gradient of the trainer's own update of a tiny model, in one process and in two, is the same.
+Both: the trainer's own update of a tiny model has the same gradient for every division of a step into ranks,
+microbatches and rows, with every denominator, in one process and in two.
 On the CPU, in some ten seconds, without an engine. The tutorial is docs/tutorials/own_loss.md.
 Exit status 0: all checks passed; 1: a check failed; 2: the function or a setting cannot be used.
 """

@@ -26,11 +26,10 @@ from lockstep.rollout.errors import LockstepError
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.captured_output import redirect_output
 from lockstep.rollout.system.orphan_guard import exit_when_orphaned
-from lockstep.trainer.objective.examination.divisions import ONE_MICROBATCH
 from lockstep.trainer.objective.examination.examined_loss import change
 from lockstep.trainer.objective.examination.finding import Finding, failure
 from lockstep.trainer.tools import toy_update
-from lockstep.trainer.tools.toy_update import KeptGradient, RankReport, divisions_of, report_of
+from lockstep.trainer.tools.toy_update import ONE_MICROBATCH, KeptGradient, RankReport, divisions_of, report_of
 
 TOLERANCE = 1e-5
 """Largest relative difference of float32 gradients that should be equal."""

@@ -31,7 +31,6 @@ from lockstep.trainer.credit.targets import Logprobs, Targets, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.critic import with_critic
 from lockstep.trainer.model.policy import Policy
-from lockstep.trainer.objective.examination.divisions import DIVISIONS, ONE_MICROBATCH, Division
 from lockstep.trainer.objective.loss_normalization import NORMALIZERS
 from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.update.updater import Updater
@@ -47,6 +46,32 @@ PROMPT_LENGTH = 20
 """Tokens that the rollouts of a group share: enough to be computed once (trainer/batch/prefixes.py)."""
 LOG_RATIOS = (20.0, 100.0, 1000.0)
 """Log ratios of the extreme tokens [nats]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """The step on several ranks and in several microbatches, which must not change the gradient."""
+
+    name: str
+    ranks: int = 1
+    microbatches: int | None = None
+    """Number per rank; None: one per row."""
+    shares_prefixes: bool = False
+    """True if the rows of a microbatch share their prefixes."""
+
+
+ONE_MICROBATCH = Division(name="1 rank x 1 microbatch", microbatches=1)
+DIVISIONS = (
+    ONE_MICROBATCH,
+    Division(name="1 rank x 2 microbatches", microbatches=2),
+    Division(name="2 ranks x 1 microbatch", ranks=2, microbatches=1),
+    Division(name="2 ranks x 3 microbatches", ranks=2, microbatches=3),
+    Division(name="a microbatch per row (branches apart)"),
+    Division(name="branches on different ranks", ranks=2),
+    Division(name="shared prefixes", microbatches=1, shares_prefixes=True),
+    Division(name="shared prefixes on 2 ranks", ranks=2, microbatches=2, shares_prefixes=True),
+)
+"""Each is compared with `ONE_MICROBATCH`."""
 
 
 class KeptGradient(Distributed):
@@ -72,8 +97,7 @@ class RankReport:
 
 def divisions_of(num_ranks: int) -> list[Division]:
     """Return the divisions that the update of this number of ranks is computed with."""
-    every = (ONE_MICROBATCH, *DIVISIONS)
-    return [one for one in every if one.ranks == num_ranks and (one.in_update or one is ONE_MICROBATCH)]
+    return [one for one in DIVISIONS if one.ranks == num_ranks]
 
 
 def report_of(

@@ -1,8 +1,9 @@
-"""Checks of what a policy loss may do: its outputs, its inputs, randomness, communication."""
+"""Checks of what a policy loss may do: its outputs, its inputs, other tokens, randomness, communication."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from types import CodeType
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from lockstep.rollout.errors import TrainingError
-from lockstep.trainer.objective.examination.examined_loss import ExaminedLoss
+from lockstep.trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss, change
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 from lockstep.trainer.objective.losses.inputs import LossInputs
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "get_world_size", "get_rank", "barrier")
 """Beginnings of names in torch.distributed that tell ranks apart."""
+
+NO_TOKENS = slice(0)
 
 
 def check_outputs(examined: ExaminedLoss) -> Finding:
@@ -25,7 +28,7 @@ def check_outputs(examined: ExaminedLoss) -> Finding:
     name = "one loss per token"
     try:
         losses_T = examined(examined.inputs()).loss_T
-        examined(examined.inputs(examined.step.kept[:0]))
+        examined(examined.inputs(NO_TOKENS))
         examined(replace(examined.inputs(), weights_T=None))
     except TrainingError as error:
         advice = "; leave out the .mean() or .sum() at its end" if examined.returns_number() else ""
@@ -39,7 +42,7 @@ def check_metrics(examined: ExaminedLoss) -> Finding:
     """Compare the metrics of a microbatch without tokens with those of the step."""
     name = "metrics of every microbatch"
     whole = examined(examined.inputs())
-    empty = examined(examined.inputs(examined.step.kept[:0]))
+    empty = examined(examined.inputs(NO_TOKENS))
     if empty.metrics.keys() != whole.metrics.keys():
         missing = ", ".join(sorted(whole.metrics.keys() ^ empty.metrics.keys()))
         return failure(
@@ -53,6 +56,48 @@ def check_metrics(examined: ExaminedLoss) -> Finding:
                 name, f"The metric {key} of a microbatch without tokens is {float(value)}; return a sum, which is 0."
             )
     return Finding(check=name)
+
+
+def check_sums(examined: ExaminedLoss) -> Finding:
+    """Compare the metrics of the step with the sums over two microbatches."""
+    name = "metrics add up over microbatches"
+    whole = examined(examined.inputs()).metrics
+    halves = [examined(examined.inputs(slice(first, None, 2))).metrics for first in (0, 1)]
+    for key, value in whole.items():
+        before, after = float(value), math.fsum(float(half[key]) for half in halves)
+        if not math.isclose(before, after, rel_tol=1e-6, abs_tol=1e-9):
+            return failure(
+                name,
+                f"The metric {key} is {before:.4g} over one microbatch and {after:.4g} over two; return the sum over "
+                "the tokens, which the trainer divides by their number.",
+            )
+    return Finding(check=name)
+
+
+def check_own_token(examined: ExaminedLoss) -> Finding:
+    """Compare the losses of every second token with and without the others in the microbatch."""
+    name = "a token's loss without the others"
+    chosen = slice(None, None, 2)
+    all_T, alone_T = examined.values(examined.inputs()), examined.values(examined.inputs(chosen))
+    whole_T = all_T[chosen]
+    changed = change(alone_T, whole_T)
+    if changed <= TOLERANCE:
+        return Finding(check=name, measured=f"{changed:.0e}")
+    ratios_T = (alone_T / whole_T)[whole_T.abs() > 1e-9]
+    if examined.shared is not None:
+        advice = "return the losses before they are added up or averaged"
+    elif len(ratios_T) and bool((ratios_T - len(all_T) / len(alone_T)).abs().max() < 1e-6):
+        examined.shared = "it divides by the number of tokens in the microbatch"
+        advice = "leave the division out, because the trainer divides by one number of the step (algorithm.normalizer)"
+    else:
+        examined.shared = "the loss of a token depends on the other tokens of its microbatch"
+        advice = "use values of the token alone, and `sequence_log_ratio` for a mean over its rollout"
+    return failure(
+        name,
+        f"The losses of {len(alone_T)} tokens change by {changed:.0%} when the other {len(all_T) - len(alone_T)} leave "
+        f"the microbatch, so {examined.shared}; {advice}.",
+        f"{changed:.0e}",
+    )
 
 
 def check_inputs(examined: ExaminedLoss) -> Finding:

@@ -12,11 +12,12 @@ from lockstep.trainer.objective.examination.contract_checks import (
     check_inputs,
     check_metrics,
     check_outputs,
+    check_own_token,
     check_ratio,
     check_repetition,
+    check_sums,
 )
 from lockstep.trainer.objective.examination.direction_checks import check_bounds, check_first_update
-from lockstep.trainer.objective.examination.division_checks import check_divisions, check_own_token
 from lockstep.trainer.objective.examination.examined_loss import ExaminedLoss
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 from lockstep.trainer.objective.examination.gradient_checks import (
@@ -30,7 +31,7 @@ CHECKS = (
     check_communication,
     check_metrics,
     check_own_token,
-    check_divisions,
+    check_sums,
     check_old_logprobs,
     check_weights,
     check_finite_differences,

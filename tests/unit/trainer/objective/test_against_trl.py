@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lockstep.trainer.objective.advantages import ADVANTAGES
 from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, RewardTerms
+from lockstep.trainer.objective.examination.examined_loss import sequence_ratios, step_values
 from lockstep.trainer.objective.kl import kl_term
 from lockstep.trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
-from tests.fixtures.losses import sequence_ratios, step_values
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a peer to compare with, not a dependency")
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.trainer.objective.examination.toy_step import NUM_ROLLOUTS, ToyStep, partition, partitions
+from lockstep.trainer.objective.examination.examined_loss import sequence_ratios, step_values
 from lockstep.trainer.objective.loss_normalization import NORMALIZERS
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.inputs import StepInputs
-from tests.fixtures.losses import sequence_ratios, step_values
+from tests.fixtures.toy_step import NUM_ROLLOUTS, ToyStep, partition, partitions
 
 # Wide bounds for GSPO: with the paper's 3e-4 every rollout of this toy would be clipped, and the gradient 0.
 # Narrow ones where a mask over the step would otherwise leave all tokens of this toy, or all but one, as they are.

@@ -14,11 +14,19 @@ from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.objective.advantages import ADVANTAGES
-from lockstep.trainer.objective.examination.divisions import DIVISIONS, ONE_MICROBATCH
 from lockstep.trainer.objective.examination.examined_loss import change
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.tools.check_update import TOLERANCE
-from lockstep.trainer.tools.toy_update import RankReport, divisions_of, report_of, tiny_model, token_budget, toy_step
+from lockstep.trainer.tools.toy_update import (
+    DIVISIONS,
+    ONE_MICROBATCH,
+    RankReport,
+    divisions_of,
+    report_of,
+    tiny_model,
+    token_budget,
+    toy_step,
+)
 from tests.fixtures.distributed import FakeRank
 
 FAULTY = Path(__file__).parents[1] / "objective" / "examination" / "faulty_losses.py"
@@ -75,7 +83,7 @@ def test_budgets_make_the_microbatches_of_the_divisions_and_put_branches_on_diff
     policy = Policy(tiny_model())
     batch, *_ = toy_step(policy, Config())
     lengths = [len(row) for row in batch.rows]
-    for division in (one for one in DIVISIONS if one.in_update and not one.shares_prefixes):
+    for division in (one for one in DIVISIONS if not one.shares_prefixes):
         distributed = FakeRank(policy, world_size=division.ranks)
         made = plan(lengths, num_ranks=division.ranks, token_budget=token_budget(division, batch, policy, distributed))
         assert made.num_microbatches == division.microbatches or max(map(len, sum(made.microbatches, ()))) == 1
@@ -83,4 +91,4 @@ def test_budgets_make_the_microbatches_of_the_divisions_and_put_branches_on_diff
             ranks_of = [{int(batch.layout.rollout_index[row]) for pack in packs for row in pack} for packs in
                         made.microbatches]  # fmt: skip
             assert ranks_of[0] & ranks_of[1], "a rollout has rows on both ranks"
-    assert sum(len(divisions_of(ranks)) for ranks in (1, 2)) == sum(one.in_update for one in DIVISIONS) + 1
+    assert sum(len(divisions_of(ranks)) for ranks in (1, 2)) == len(DIVISIONS)

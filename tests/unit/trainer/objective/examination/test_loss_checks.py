@@ -24,7 +24,7 @@ def sentences(function: str, verdict: Verdict = Verdict.FAILS) -> list[str]:
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_built_in_loss_passes(name: str) -> None:
     findings = list(examine_loss(POLICY_LOSSES[name], SETTINGS.get(name, {})))
-    assert len(findings) > 20
+    assert len(findings) > 13
     assert [finding for finding in findings if finding.verdict is not Verdict.OK] == []
 
 
@@ -34,26 +34,16 @@ def test_an_unusual_loss_without_a_fault_passes(function: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "division", "cause"),
+    ("function", "cause"),
     [
-        ("mean_of_microbatch", "With 1 rank x 2 microbatches", "one number for all tokens of the microbatch"),
-        ("divided_by_tokens", "With 2 ranks x 1 microbatch", "it divides by the number of tokens in the microbatch"),
-        ("centered_in_microbatch", "With 3 ranks x 7 microbatches", "depends on the other tokens"),
-        ("mean_of_rollout", "With branches on different ranks", "depends on the other tokens"),
+        ("mean_of_microbatch", "one number for all tokens of the microbatch"),
+        ("divided_by_tokens", "it divides by the number of tokens in the microbatch"),
+        ("centered_in_microbatch", "depends on the other tokens"),
+        ("mean_of_rollout", "depends on the other tokens"),
     ],
 )
-def test_a_mean_over_the_microbatch_is_named_with_the_division_that_changes_it(
-    function: str, division: str, cause: str
-) -> None:
-    found = sentences(function)
-    assert any(cause in sentence and "leave the microbatch" in sentence for sentence in found)
-    assert any(sentence.startswith(division) and "the gradient changes by" in sentence for sentence in found)
-
-
-def test_a_mean_per_rollout_changes_only_where_rollouts_are_divided() -> None:
-    findings = {f.check: f.verdict for f in examine_loss(policy_loss_named(f"{FAULTY}:mean_of_rollout"), {})}
-    assert findings["gradient, a microbatch per rollout"] is Verdict.OK
-    assert findings["gradient, a microbatch per row (branches apart)"] is Verdict.FAILS
+def test_a_mean_over_the_microbatch_is_named_with_its_cause(function: str, cause: str) -> None:
+    assert any(cause in sentence and "leave the microbatch" in sentence for sentence in sentences(function))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +54,7 @@ def test_a_mean_per_rollout_changes_only_where_rollouts_are_divided() -> None:
         ("unbounded", "The loss is nan at a log ratio of 100 and the advantage -3"),
         ("world_size", "It uses get_world_size of torch.distributed"),
         ("wrong_backward", "a hand-written backward is wrong"),
-        ("mean_metric", "The metric own/ratio is 1.034 over one microbatch and 2.05 over 1 rank x 2 microbatches"),
+        ("mean_metric", "over two; return the sum over the tokens"),
         ("metric_of_some_microbatches", "The metrics own/ratio are not in every microbatch"),
         ("metric_with_gradient", "'own/ratio' as a tensor of float64 with the shape () with a gradient"),
         ("random", "Two calls with the same inputs differ"),
@@ -96,8 +86,8 @@ def test_a_planted_fault_is_named(function: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     "function", ["old_with_gradient", "unbounded", "wrong_backward", "world_size", "without_weights", "mean_metric"]
 )
-def test_one_fault_does_not_blame_the_division(function: str) -> None:
-    assert not any("the gradient changes" in sentence for sentence in sentences(function))
+def test_one_fault_does_not_blame_the_microbatch(function: str) -> None:
+    assert not any("leave the microbatch" in sentence for sentence in sentences(function))
 
 
 def test_a_loss_of_one_sign_is_noted_with_the_share_of_rollouts() -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lockstep.trainer.objective.examination.examined_loss import sequence_ratios, step_values
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
 from lockstep.trainer.objective.per_rollout import rollout_mean
-from tests.fixtures.losses import sequence_ratios, step_values
 
 cispo, clipped_tis, gmpo, gspo, ppo_clip, reinforce, sapo = (
     POLICY_LOSSES[name] for name in ("cispo", "clipped_tis", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo")

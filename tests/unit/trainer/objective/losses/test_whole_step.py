@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.trainer.objective.examination.examined_loss import step_values
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.dppo import binary_divergence
 from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
 from lockstep.trainer.objective.losses.whole_step.selection import covariances, largest
 from lockstep.trainer.objective.per_rollout import rollout_mean
-from tests.fixtures.losses import step_values
 
 NUM_ROLLOUTS, LENGTH = 6, 20
 
