@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout, RolloutStatus
@@ -18,10 +20,12 @@ from lockstep.trainer.evaluate.estimates import Estimate
 
 SCHEMA = 1
 """Version of the JSON file."""
-MAX_NUMBER = 1e100
-"""Largest number of a file: sums and squares of it do not overflow."""
+Number = Annotated[float, Field(ge=-1e100, le=1e100)]
+"""Number of a file: sums and squares of it do not overflow."""
 NOTE = "value [95 % interval]; pass@k: Wilson over prompts, means and differences: normal over prompts; *: without 0"
 """Last line of a table."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,7 @@ class PromptResult:
     """Digest of the data row, equal across evaluations."""
     label: str | None
     """Value of the breakdown column, for instance the environment; None if the row has none."""
-    rewards: tuple[float, ...]
+    rewards: tuple[Number, ...]
     """Rewards; 0 for a failed rollout."""
     passed: tuple[bool, ...]
 
@@ -55,7 +59,7 @@ class SetResult:
     name: str
     """Name of the set; empty for data.heldout_path."""
     prompts: tuple[PromptResult, ...]
-    facts: Mapping[str, float]
+    facts: Mapping[str, Number]
     """Means over rollouts: tokens, turns, single reward functions, statuses."""
 
     @property
@@ -248,65 +252,50 @@ def write_results(
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """The part of a file that is read again."""
+
+    settings: dict[str, Any]
+    sets: list[SetResult]
+
+
 def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
     """Read a file of `write_results`. Raises `DataError` for other files, and for samples with other settings."""
-    try:
-        content = json.loads(read_plain(path))
-        if content["schema"] != SCHEMA:
-            raise DataError(f"{path} has schema {content['schema']}, this version reads {SCHEMA}; evaluate again")
-        results = [
-            SetResult(
-                name=typed_value(item["name"], str),
-                prompts=tuple(map(_read_prompt, item["prompts"])),
-                facts={str(name): finite_number(value) for name, value in typed_value(item["facts"], dict).items()},
-            )
-            for item in content["sets"]
-        ]
-        for result in results:
-            if len({len(prompt.rewards) for prompt in result.prompts}) != 1:
-                raise ValueError(f"{title(result.name)}: expected prompts with the same number of samples each")
-        found = dict(content["settings"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"{path} is not the result of an evaluation ({type(error).__name__}: {error}); write one with "
-            "scripts/evaluate.py eval.output=<file.json>"
-        ) from error
+    content = read_as(_File, path)
+    for result in content.sets:
+        if len({len(prompt.rewards) for prompt in result.prompts}) != 1:
+            raise _other_file(path, f"{title(result.name)}: expected prompts with the same number of samples each")
+    found = content.settings
     other = [name for name in settings if found.get(name) != settings[name]]
     if other:
         raise DataError(
             f"{path} was sampled with {', '.join(f'{name}={found.get(name)}' for name in other)}, this evaluation with "
             f"{', '.join(f'{name}={settings[name]}' for name in other)}; evaluate both with the same settings"
         )
-    return results
+    return content.sets
 
 
-def _read_prompt(found: Mapping[str, Any]) -> PromptResult:
-    """Read the samples of a prompt. Raises KeyError, TypeError, ValueError."""
-    rewards, passed = map(finite_number, found["rewards"]), (typed_value(value, bool) for value in found["passed"])
-    if len(found["rewards"]) != len(found["passed"]) or not found["rewards"]:
-        raise ValueError(f"{len(found['rewards'])} rewards and {len(found['passed'])} verdicts of a prompt")
-    return PromptResult(
-        prompt=typed_value(found["prompt"], str),
-        label=typed_value(found["label"], str | None),
-        rewards=tuple(rewards),
-        passed=tuple(passed),
+def read_as(kind: type[T], path: Path) -> T:
+    """Read the fields of a record from a file of `write_results`. Raises `DataError` for other files."""
+    try:
+        text = read_plain(path)
+        schema = json.loads(text)["schema"]
+        if schema == SCHEMA:
+            return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _other_file(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _other_file(path, f"{type(error).__name__}: {error}") from error
+    raise DataError(f"{path} has schema {schema}, this version reads {SCHEMA}; evaluate again")
+
+
+def _other_file(path: Path, problem: str) -> DataError:
+    return DataError(
+        f"{path} is not the result of an evaluation ({problem}); write one with scripts/evaluate.py "
+        "eval.output=<file.json>"
     )
-
-
-def typed_value(value: Any, kind: Any) -> Any:
-    """Return a value of this type. Raises TypeError for another."""
-    if not isinstance(value, kind):
-        raise TypeError(f"found {value!r:.80}, expected {getattr(kind, '__name__', kind)}")
-    return value
-
-
-def finite_number(value: Any) -> float:
-    """Return a number whose sums do not overflow. Raises TypeError, ValueError."""
-    if isinstance(value, bool) or not abs(typed_value(value, int | float)) <= MAX_NUMBER:
-        raise ValueError(f"{value!r:.80} is not a finite number")
-    return float(value)
 
 
 def _finite(value: Any) -> Any:

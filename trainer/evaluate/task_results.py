@@ -7,20 +7,19 @@ BLEU) the interval is that of lm-eval's standard error, and there is no paired c
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.rollout.errors import DataError
-from lockstep.rollout.system.plain_files import read_plain
 from lockstep.trainer.evaluate import estimates
 from lockstep.trainer.evaluate.estimates import Z_95, Estimate
-from lockstep.trainer.evaluate.results import finite_number, signed, typed_value
+from lockstep.trainer.evaluate.results import Number, read_as, signed
 
-FORMS = ("mean", "perplexity", "bits")
+Form = Literal["mean", "perplexity", "bits"]
+FORMS: tuple[Form, ...] = ("mean", "perplexity", "bits")
 """Values as functions of x = Σ values / Σ weights: x, exp(-x), -x / ln 2. The last two are of log-probabilities, with
 words, bytes or 1 as weights."""
 SAME = 1e-6
@@ -33,8 +32,8 @@ class DocumentScore:
 
     document: str
     """Digest of the document, equal across evaluations."""
-    value: float
-    weight: float = 1.0
+    value: Number
+    weight: Number = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +46,18 @@ class TaskMetric:
     """lm-eval's name of the answer's extraction; `none` without one."""
     version: str
     """Version of the task."""
-    value: float
+    value: Number
     """Value of lm-eval."""
-    stderr: float | None
+    stderr: Number | None
     """Standard error of lm-eval."""
-    form: str | None
-    """One of `FORMS`; None if documents do not determine the value."""
+    form: Form | None
+    """None if documents do not determine the value."""
     is_higher_better: bool
     documents: tuple[DocumentScore, ...]
+
+    def __post_init__(self) -> None:
+        if self.form is not None and not sum(document.weight for document in self.documents) > 0:
+            raise DataError(f"{self.name:.80} has no documents")
 
     @property
     def name(self) -> str:
@@ -166,7 +169,7 @@ def _documents(samples: Iterable[Mapping[str, Any]], metric: str, chosen: str) -
     return tuple(found)
 
 
-def _form(value: float, documents: Sequence[DocumentScore]) -> str | None:
+def _form(value: float, documents: Sequence[DocumentScore]) -> Form | None:
     """Return the form in which these documents have this value."""
     total = math.fsum(document.weight for document in documents)
     if not total > 0:
@@ -256,36 +259,13 @@ def tasks_to_json(metrics: Sequence[TaskMetric]) -> list[dict[str, Any]]:
     return [{"name": metric.name, "metrics": metric.metrics(), **asdict(metric)} for metric in metrics]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """The part of a file that is read again."""
+
+    tasks: list[TaskMetric] = field(default_factory=list)
+
+
 def read_tasks(path: Path) -> list[TaskMetric]:
     """Read the task metrics in a file of `write_results`; none if it has none. Raises `DataError` for another file."""
-    try:
-        return [_read_metric(item) for item in json.loads(read_plain(path)).get("tasks", [])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            f"{path} is not the result of an evaluation ({type(error).__name__}: {error}); write one with "
-            "scripts/evaluate.py eval.output=<file.json>"
-        ) from error
-
-
-def _read_metric(item: Mapping[str, Any]) -> TaskMetric:
-    """Read one metric. Raises KeyError, TypeError, ValueError."""
-    if item["form"] not in (None, *FORMS):
-        raise ValueError(f"form {item['form']!r:.40} is not one of {', '.join(FORMS)}")
-    documents = tuple(
-        DocumentScore(
-            document=typed_value(one["document"], str),
-            value=finite_number(one["value"]),
-            weight=finite_number(one["weight"]),
-        )
-        for one in item["documents"]
-    )
-    if item["form"] is not None and not sum(one.weight for one in documents) > 0:
-        raise ValueError(f"{item['name']!r:.80} has no documents")
-    return TaskMetric(
-        **{name: typed_value(item[name], str) for name in ("task", "metric", "filter", "version")},
-        value=finite_number(item["value"]),
-        stderr=None if item["stderr"] is None else finite_number(item["stderr"]),
-        form=item["form"],
-        is_higher_better=typed_value(item["is_higher_better"], bool),
-        documents=documents,
-    )
+    return read_as(_File, path).tasks
