@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import is_offline_mode
@@ -43,6 +43,10 @@ from transformers.models.auto.modeling_auto import (
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.generation import mend_generation
 from lockstep.rollout.safe_text import error_text
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 
 NAMED = 4
 """Most tensors of one kind that a sentence names."""
@@ -313,3 +317,35 @@ def _hint(role: Role, missing: Collection[str], unexpected: Collection[str], con
     if len(wrapped) == 1:
         return f"All names begin with {wrapped.pop()!r}, which a wrapper adds: save the model inside it, or "
     return "Correct config.json, write the files again, or "
+
+
+def read_adapter(path: str, *, setting: str, model: PeftModel) -> dict[str, torch.Tensor]:
+    """Read the matrices of an adapter. model: with adapters of the same settings, whose values may have no memory.
+
+    Raises `ConfigError` if the files cannot be read, have other matrices than the model, or values that are not finite.
+    """
+    import peft
+
+    try:
+        tensors: dict[str, torch.Tensor] = peft.load_peft_weights(path, device="cpu")
+    except Exception as error:  # of many kinds for damaged files
+        raise ConfigError(
+            f"{setting}={path} has no adapter that peft reads ({reason(error)}); set it to a directory with "
+            "adapter_config.json and adapter_model.safetensors, such as <run>/model/adapter"
+        ) from error
+    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    shapes, wanted = ({name: one.shape for name, one in each.items()} for each in (tensors, expected))
+    if shapes != wanted:
+        other = {name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)}
+        layers = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
+        remedy = f"model.lora.target_modules=[{','.join(layers)}]" if setting == "model.lora.path" else setting
+        raise ConfigError(
+            f"{setting}={path} adapts other layers, or layers of another model, than model.path and its settings name "
+            f"({named(other)}): set {remedy}{'' if layers else ' to an adapter with matrices'}"
+        )
+    if bad := [name for name, one in tensors.items() if not (one.is_floating_point() and is_finite(one))]:
+        raise ConfigError(
+            f"{setting}={path}: {len(bad)} tensor(s) are not of finite numbers ({named(bad)}); restore its files, or "
+            f"set {setting} to another adapter"
+        )
+    return tensors

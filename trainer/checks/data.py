@@ -1,4 +1,4 @@
-"""Conflicts between settings of data and evaluation, and missing data files."""
+"""Conflicts between settings of data and evaluation, missing data files, and first rows of local ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.rewards.functions.reasoning_gym import COLUMN, PREFIX
-from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.paths import file_exists, path_exists
 from lockstep.trainer.config.prepared import data_command
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.data.datasets import is_file, is_made, path_problem
+from lockstep.trainer.data.datasets import is_file, is_made, path_problem, read_first_row
 from lockstep.trainer.data.gym_rows import check_task
+from lockstep.trainer.data.prompts import prepared
+from lockstep.trainer.data.row_check import RowCheck
 from lockstep.trainer.data.split import seeds
 
 NAME = re.compile(r"[\w-]+")
@@ -173,3 +175,24 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
             command = data_command(path)
             make = f"run `{command}`, or " if command else ""
             yield f"{name}={path} {problem}; {make}set {name}=<file or hub id>{also}"
+
+
+def first_row_problems(config: Config, *, trains: bool) -> Iterator[str]:
+    """Yield one sentence per problem of the first row of a data set. trains: True to check training data."""
+    check = RowCheck(config)
+    trained = config.data.training_sets().values() if trains else ()
+    seen: set[tuple[str, str]] = set()
+    for data_set in (*trained, *config.heldout_sets().values()):
+        place = (data_set.path, str(data_set.columns))
+        if not is_file(data_set.path) or not file_exists(data_set.path) or place in seen:
+            continue  # `data_file_problems` reports a missing file
+        seen.add(place)
+        # An experiment or a preset may have brought it.
+        is_heldout = data_set.path == config.data.heldout_path
+        also = "; or set data.heldout_path=null for no held-out data" if is_heldout else ""
+        try:
+            row = prepared(read_first_row(data_set.path), data_set)
+        except DataError as error:
+            yield f"{error}{also}"
+        else:
+            yield from (f"data set {data_set.path}, first row: {problem}{also}" for problem in check.problems(row))

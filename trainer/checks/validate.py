@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.algorithm import algorithm_problems
-from lockstep.trainer.checks.correction import correction_problems
-from lockstep.trainer.checks.data import data_file_problems, data_problems, evaluation_problems, made_data_problems
+from lockstep.trainer.checks.correction import asynchrony_problems, correction_problems
+from lockstep.trainer.checks.data import (
+    data_file_problems,
+    data_problems,
+    evaluation_problems,
+    first_row_problems,
+    made_data_problems,
+)
 from lockstep.trainer.checks.declared import (
     choices_hold,
     missing_problems,
@@ -17,7 +23,6 @@ from lockstep.trainer.checks.declared import (
     value_problems,
 )
 from lockstep.trainer.checks.engines import engine_problems, url_problems
-from lockstep.trainer.checks.first_row import first_row_problems
 from lockstep.trainer.checks.names import (
     environment_problems,
     model_problems,
@@ -28,7 +33,6 @@ from lockstep.trainer.checks.names import (
     run_problems,
     sandbox_problems,
 )
-from lockstep.trainer.checks.staleness import asynchrony_problems
 from lockstep.trainer.checks.tracking import tracking_problems
 from lockstep.trainer.checks.without_rollouts import (
     demonstration_problems,

@@ -18,9 +18,14 @@ from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConf
 from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
-from lockstep.trainer.config.groups.outputs_settings import CheckpointConfig, HubConfig, LoggerConfig
+from lockstep.trainer.config.groups.outputs_settings import (
+    CheckpointConfig,
+    GatewayConfig,
+    HubConfig,
+    LoggerConfig,
+    ServerConfig,
+)
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
-from lockstep.trainer.config.groups.serving_settings import GatewayConfig, ServerConfig
 from lockstep.trainer.config.groups.task_settings import SINGLE_TURN, EnvironmentConfig, RewardConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.objective.own.lookup import advantage_named

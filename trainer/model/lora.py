@@ -28,8 +28,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4Router
 from lockstep.rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
 from lockstep.rollout.engine.protocol import BASE, POLICY
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.models.stored_adapter import read_adapter
-from lockstep.rollout.models.stored_model import reason, whole_models
+from lockstep.rollout.models.stored_model import read_adapter, reason, whole_models
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed

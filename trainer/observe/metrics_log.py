@@ -21,8 +21,7 @@ from typing import Any
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.system.plain_files import plain_lines
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
-from lockstep.trainer.observe.trackers.background import Background
-from lockstep.trainer.observe.trackers.kinds import KINDS
+from lockstep.trainer.observe.trackers.background import KINDS, Background
 from lockstep.trainer.observe.trackers.tracker import Medium, Session, Tracker
 from lockstep.trainer.observe.trackers.wandb_run import Lineage, WandbRun
 

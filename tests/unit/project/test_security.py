@@ -18,7 +18,7 @@ from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.errors import DataError, LockstepError
 from lockstep.rollout.saved_rollouts import read_rollouts, to_json
-from lockstep.trainer.config.groups.serving_settings import GatewayConfig
+from lockstep.trainer.config.groups.outputs_settings import GatewayConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import load_rows
 from lockstep.trainer.model.policy import Policy

@@ -1,4 +1,4 @@
-"""A tracker in a thread of its own, so that a slow or unreachable one does not delay training."""
+"""Trackers by name, and a tracker in a thread of its own, so that a slow or unreachable one does not delay training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from queue import Full, Queue
 
+from lockstep.trainer.observe.trackers.mlflow_run import MlflowRun
+from lockstep.trainer.observe.trackers.swanlab_run import SwanlabRun
+from lockstep.trainer.observe.trackers.tensorboard_run import TensorBoardRun
 from lockstep.trainer.observe.trackers.tracker import (
     LocalTracker,
     Session,
@@ -17,6 +20,15 @@ from lockstep.trainer.observe.trackers.tracker import (
     tracker_directory,
     write_tracked,
 )
+from lockstep.trainer.observe.trackers.trackio_run import TrackioRun
+
+KINDS: dict[str, type[LocalTracker]] = {
+    "tensorboard": TensorBoardRun,
+    "mlflow": MlflowRun,
+    "trackio": TrackioRun,
+    "swanlab": SwanlabRun,
+}
+
 
 WAITING = 1000
 """Maximum number of calls that wait for the tracker."""

@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checkpoint.run_dir import open_run
-from lockstep.trainer.config.groups.serving_settings import GatewayConfig
+from lockstep.trainer.config.groups.outputs_settings import GatewayConfig
 from lockstep.trainer.config.redaction import REDACTED
 from lockstep.trainer.config.schema import Config
 from tests.fixtures.forked_python import forked_python

@@ -15,7 +15,7 @@ import pytest
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.observe.metrics_log import MetricsLog
 from lockstep.trainer.observe.trackers import background
-from lockstep.trainer.observe.trackers.kinds import KINDS
+from lockstep.trainer.observe.trackers.background import KINDS
 from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Session, Table, Values
 from lockstep.trainer.observe.trackers.wandb_run import Lineage
 
