@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lockstep.rollout.gateway.dialects.chat_reply import CHAT_COMPLETIONS
+from lockstep.rollout.gateway.dialects.chat import CHAT_COMPLETIONS
 from lockstep.rollout.gateway.dialects.completions import COMPLETIONS
 from lockstep.rollout.gateway.dialects.dialect import Dialect
-from lockstep.rollout.gateway.dialects.messages_reply import MESSAGES
-from lockstep.rollout.gateway.dialects.responses_reply import RESPONSES
+from lockstep.rollout.gateway.dialects.messages import MESSAGES
+from lockstep.rollout.gateway.dialects.responses import RESPONSES
 
 DIALECTS = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COMPLETIONS)
 

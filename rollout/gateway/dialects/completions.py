@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.rollout.gateway.dialects.chat_reply import STREAM_END, chat_usage
-from lockstep.rollout.gateway.dialects.chat_request import MAX_CHOICES
+from lockstep.rollout.gateway.dialects.chat import MAX_CHOICES, STREAM_END, chat_usage
 from lockstep.rollout.gateway.dialects.dialect import (
     Dialect,
     Reply,

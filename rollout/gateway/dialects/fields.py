@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
-from lockstep.rollout.gateway.messages import read_function
+from lockstep.rollout.gateway.messages import MAX_TOOLS, read_function, refuse_many
 
 logger = logging.getLogger(__name__)
 
@@ -133,21 +133,38 @@ def _warn_of_choice(asked: str) -> None:
     )
 
 
-def function_tool(tool: Mapping[str, Any], where: str, *, schema: str) -> Mapping[str, Any]:
-    """Return a tool in the inner form: name, description and schema in this order, and nothing else.
+def read_function_tools(
+    value: Any, *, expected: str, kinds: Sequence[str | None], schema: str
+) -> tuple[Mapping[str, Any], ...]:
+    """Return tools in the inner form: name, description and schema in this order, and nothing else.
 
     Prompts are then the same whatever order and further keys a client writes.
+
+    Args:
+        expected: form of one tool, for errors.
+        kinds: types of functions that the client calls.
+        schema: field with the schema of the arguments.
     """
-    function = read_function(tool, where, schema=schema)
-    try:
-        json.dumps(function[schema], allow_nan=False)
-    except ValueError:
-        raise ApiError(f"{where}.{schema} has a number that is out of range", param=f"{where}.{schema}") from None
-    description = {} if function.get("description") is None else {"description": function["description"]}
-    return {
-        "type": "function",
-        "function": {"name": function["name"], **description, "parameters": function[schema]},
-    }
+    tools = [] if value is None else checked(value, list, "tools", expected="a list of tools")
+    refuse_many(tools, MAX_TOOLS, "tools")
+    found = []
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        checked(tool, dict, where, expected=expected)
+        if tool.get("type") not in kinds:
+            raise not_supported(
+                f"{where}.type",
+                why=f"found {quoted(tool.get('type'))}, expected {kinds[0]!r}: the gateway runs no tools",
+            )
+        function = read_function(tool, where, schema=schema)
+        try:
+            json.dumps(function[schema], allow_nan=False)
+        except ValueError:
+            raise ApiError(f"{where}.{schema} has a number that is out of range", param=f"{where}.{schema}") from None
+        description = {} if function.get("description") is None else {"description": function["description"]}
+        inner = {"name": function["name"], **description, "parameters": function[schema]}
+        found.append({"type": "function", "function": inner})
+    return tuple(found)
 
 
 def read_stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:

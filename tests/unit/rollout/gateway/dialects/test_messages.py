@@ -11,7 +11,7 @@ import pytest
 from lockstep.rollout.errors import EngineError
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
-from tests.unit.rollout.gateway.dialects.test_responses_reply import CALLS, events_of
+from tests.unit.rollout.gateway.dialects.test_responses import CALLS, events_of
 
 QWEN = chat_tokenizer("qwen3")
 USER = {"role": "user", "content": "say it"}
