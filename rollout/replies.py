@@ -83,6 +83,15 @@ def depth_of(value: object) -> int:
     return depth
 
 
+def with_null(value: Any) -> Any:
+    """Return a value with null for NaN and infinity, which Python writes and reads as JSON, but which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: with_null(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_null(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):

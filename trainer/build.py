@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from lockstep.rollout.environments import make_environment
 from lockstep.rollout.errors import ConfigError, TemplateError
 from lockstep.rollout.gateway.server import GatewaySettings
 from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.policy import Policy
 
@@ -53,24 +52,18 @@ def make_chat(config: Config) -> Chat:
     Raises `TemplateError` if the template fails on a short conversation or does not end: it is a program of the model's
     directory, and its sandbox limits neither time nor depth.
     """
-    made: Future[Chat] = Future()
 
-    def make() -> None:
-        try:
-            chat = Chat.from_pretrained(
-                config.model.path,
-                history=config.environment.history,
-                trust_remote_code=config.model.trust_remote_code,
-                template=config.model.chat_template,
-            )
-            made.set_result(chat)
-        except BaseException as error:  # raised again below
-            made.set_exception(error)
+    def make() -> Chat:
+        return Chat.from_pretrained(
+            config.model.path,
+            history=config.environment.history,
+            trust_remote_code=config.model.trust_remote_code,
+            template=config.model.chat_template,
+        )
 
-    # A daemon thread: a template that never ends must not keep the process alive.
-    threading.Thread(target=make, name="lockstep-chat", daemon=True).start()
     try:
-        return made.result(CHAT_LIMIT_S)
+        # A template that never ends must not keep the process alive.
+        return run_in_abandonable_thread(make).result(CHAT_LIMIT_S)
     except TimeoutError as error:
         raise TemplateError(
             f"{config.model.path}: tokenizer and chat template are not ready after {CHAT_LIMIT_S:g} s; expected a "

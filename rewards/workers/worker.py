@@ -9,7 +9,6 @@ interpreter lock: the kernel sends SIGKILL to the group when the last writer of 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import resource
@@ -31,10 +30,10 @@ from lockstep.rewards.workers.pool import RECEIVED
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.saved_rollouts import from_json
 from lockstep.rollout.system.background_loop import run_coroutine
+from lockstep.rollout.system.bound_process import die_with_writers
 from lockstep.rollout.system.deadline import Finished, is_async
 
 ORPHAN_POLL_S = 1.0
-_F_SETSIG = 10  # linux/fcntl.h; the fcntl module does not name it
 
 
 def main() -> None:
@@ -107,9 +106,7 @@ def _flush() -> None:
 
 def _die_with(life_fd: int) -> None:
     """Kill this process group when the last writer of the pipe, or the parent (a forked sibling may write), is gone."""
-    fcntl.fcntl(life_fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(life_fd, _F_SETSIG, int(signal.SIGKILL))
-    fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    die_with_writers(life_fd)
     parent = os.getppid()
 
     def watch() -> None:

@@ -77,6 +77,13 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
+def without_nulls(value: Any) -> Any:
+    """Return a value of a columnar file without keys that are null, which may stand for absent ones."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _is_chat(text: str) -> bool:
     """True for the JSON text of messages."""
     try:

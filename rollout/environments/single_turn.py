@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.rollout.chat.messages import Tools
-from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.environments.prompt import PromptReader, without_nulls
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Message
@@ -90,7 +90,7 @@ def _tool(entry: Any, column: str) -> Mapping[str, Any]:
             "name": function["name"],
             "description": str(function.get("description") or ""),
             # Columnar files give every tool the parameters of all tools; null ones belong to another tool.
-            "parameters": _without_nulls(parameters),
+            "parameters": without_nulls(parameters),
         },
     }
 
@@ -108,9 +108,3 @@ def _schema(described: Mapping[str, Any]) -> dict[str, Any]:
         if "default" not in about and "optional" not in "".join(rest):
             required.append(name)
     return {"type": "object", "properties": properties, "required": required}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.environments.prompt import without_nulls
 from lockstep.rollout.episode.demonstration import demonstrated_calls
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import DataError, EvidenceError, TemplateError
@@ -129,16 +130,10 @@ def _conversations(
     assert settings.split is not None, "resolved by DataConfig.complete"
     rows = load_rows(settings.path, settings.split, settings.subset, say=say)
     # In parquet, a null may stand for an absent key, which a template must not see.
-    clean = _without_nulls if rows.is_columnar else lambda row: row
+    clean = without_nulls if rows.is_columnar else lambda row: row
 
     def training_rows(read: Callable[[], Row]) -> list[TrainingRow]:
         return _tokenized(rename(clean(read()), settings.columns or {}, of=settings.path), chat)
 
     for place, read in rows.records():
         yield place, partial(training_rows, read)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

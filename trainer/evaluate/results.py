@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.replies import with_null
 from lockstep.rollout.system.plain_files import read_plain
 from lockstep.trainer.evaluate import estimates
 from lockstep.trainer.evaluate.estimates import Estimate
@@ -247,7 +248,7 @@ def write_results(
         ],
     }
     if compared_to is not None:
-        content["comparison"] = {"with": compared_to, "sets": [_finite(asdict(item)) for item in comparisons]}
+        content["comparison"] = {"with": compared_to, "sets": with_null([asdict(item) for item in comparisons])}
     content |= others or {}
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -296,13 +297,6 @@ def _other_file(path: Path, problem: str) -> DataError:
         f"{path} is not the result of an evaluation ({problem}); write one with scripts/evaluate.py "
         "eval.output=<file.json>"
     )
-
-
-def _finite(value: Any) -> Any:
-    """Replace non-finite numbers by None, because JSON has none."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def result_lines(results: Sequence[SetResult]) -> Iterator[str]:

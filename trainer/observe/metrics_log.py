@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.system.plain_files import plain_lines
+from lockstep.rollout.system.plain_files import plain_lines, write_whole
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.observe.trackers.background import KINDS, Background
 from lockstep.trainer.observe.trackers.tracker import Medium, Session, Tracker
@@ -114,9 +114,7 @@ class MetricsLog:
                     kept.append(line)
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # torn by a kill or a full disk; a damaged log must not stop a resume
-        temporary = self._path.with_suffix(".partial")
-        temporary.write_text("".join(f"{line}\n" for line in kept))
-        temporary.replace(self._path)  # atomic: a kill leaves the old file or the new one
+        write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def close(self) -> None:
         """Close the trackers, with the run as failed if an exception is propagating."""

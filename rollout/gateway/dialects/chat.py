@@ -99,12 +99,12 @@ def completion_body(reply: Reply) -> dict[str, Any]:
         for index, choice in enumerate(reply.completion.choices)
     ]
     prompt = {"prompt_token_ids": reply.completion.prompt.ids, "usage": chat_usage(reply)}
-    return {**_head(reply, "chat.completion"), "choices": choices, **prompt}
+    return {**reply_head(reply, "chat.completion"), "choices": choices, **prompt}
 
 
 def completion_events(reply: Reply) -> Iterator[bytes]:
     """Yield the completion as server-sent events: per choice its role, text and tool calls, and an end with the ids."""
-    head = _head(reply, "chat.completion.chunk")
+    head = reply_head(reply, "chat.completion.chunk")
     wants_usage = reply.request.wants_usage
     if wants_usage:
         head["usage"] = None
@@ -149,9 +149,10 @@ def _message(choice: Answer) -> dict[str, Any]:
     return message
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def reply_head(reply: Reply, kind: str, *, prefix: str = "chatcmpl") -> dict[str, Any]:
+    """Return the fields with which every reply begins. prefix: of the id."""
     return {
-        "id": f"chatcmpl-{reply.first.name}",
+        "id": f"{prefix}-{reply.first.name}",
         "object": kind,
         "created": int(time.time()),
         "model": reply.model,

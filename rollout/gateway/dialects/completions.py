@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.rollout.gateway.dialects.chat import MAX_CHOICES, STREAM_END, chat_usage
+from lockstep.rollout.gateway.dialects.chat import MAX_CHOICES, STREAM_END, chat_usage, reply_head
 from lockstep.rollout.gateway.dialects.dialect import (
     Dialect,
     Reply,
@@ -107,7 +106,7 @@ def text_body(reply: Reply) -> dict[str, Any]:
     """Return a `text_completion`."""
     choices = [_choice(reply, index, choice) for index, choice in enumerate(reply.completion.choices)]
     return {
-        **_head(reply),
+        **reply_head(reply, "text_completion", prefix="cmpl"),
         "choices": choices,
         "prompt_token_ids": reply.completion.prompt.ids,
         "usage": chat_usage(reply),
@@ -116,7 +115,8 @@ def text_body(reply: Reply) -> dict[str, Any]:
 
 def text_events(reply: Reply) -> Iterator[bytes]:
     """Yield one chunk for each choice, with its text, ids and end."""
-    head = {**_head(reply), **({"usage": None} if reply.request.wants_usage else {})}
+    usage = {"usage": None} if reply.request.wants_usage else {}
+    head = {**reply_head(reply, "text_completion", prefix="cmpl"), **usage}
     prompt = {"prompt_token_ids": reply.completion.prompt.ids}  # once, with the first chunk
     for index, choice in enumerate(reply.completion.choices):
         yield data_event({**head, **prompt, "choices": [_choice(reply, index, choice)]})
@@ -124,16 +124,6 @@ def text_events(reply: Reply) -> Iterator[bytes]:
     if reply.request.wants_usage:
         yield data_event({**head, "choices": [], "usage": chat_usage(reply)})
     yield STREAM_END
-
-
-def _head(reply: Reply) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{reply.first.name}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": reply.model,
-        "prompt_kind": reply.completion.prompt.kind,
-    }
 
 
 def _choice(reply: Reply, index: int, choice: Answer) -> dict[str, Any]:

@@ -7,7 +7,6 @@ The reply has the fields of chat completions that carry token evidence: `prompt_
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from lockstep.rollout.gateway.messages import MAX_MESSAGES, read_last_ids, read_
 from lockstep.rollout.gateway.request import Offer, SampleRequest
 from lockstep.rollout.gateway.session import Session, TurnMark
 from lockstep.rollout.records import Message
+from lockstep.rollout.replies import with_null
 
 Block = Mapping[str, Any]
 
@@ -296,18 +296,9 @@ def _content(reply: Reply) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": message["content"], "citations": None})
     for call in calls:
         function = call["function"]
-        value = _finite(json.loads(function["arguments"]))
+        value = with_null(json.loads(function["arguments"]))
         blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": value})
     return blocks
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON value of the model with null for NaN and infinity, which Python reads and JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 MESSAGES = Dialect(
