@@ -129,7 +129,7 @@ def losses() -> list[str]:
     lines = ["| `algorithm.loss` | one ratio per | settings | formula |", "|---|---|---|---|"]
     for name, loss in sorted(POLICY_LOSSES.items()):
         ratio = "rollout" if loss.sequence_log_ratio else "token" if loss.has_ratio else "–"
-        if loss.sequence_log_ratio and loss.sequence_values(AlgorithmConfig()) is None:
+        if loss.sequence_log_ratio and loss.whole_step(AlgorithmConfig()) is None:
             ratio = "token or rollout"
         lines.append(cells(f"`{name}`", ratio, arguments(loss), first_line(loss)))
     return lines

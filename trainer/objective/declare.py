@@ -17,12 +17,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, get_args
 
 from lockstep.trainer.setting import Setting
+
+SEQUENCE = "seq_log_ratio"
+"""Name of the step value of losses with one ratio per rollout."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -71,8 +75,8 @@ class PolicyLoss(Declared):
     has_ratio: bool = True
     """True if the loss weights tokens by π_θ / π_old."""
     sequence_log_ratio: Callable[..., Any] | None = None
-    """For losses with one ratio per rollout, whose tokens may lie in several microbatches: log ratios (T,), advantages
-    (T,) and settings -> (T,) values, whose mean over the rollout is `LossInputs.seq_log_ratio_S`."""
+    """For losses with one ratio per rollout, whose tokens may lie in several microbatches: log ratios (N,), advantages
+    (N,) and settings -> (N,) values, whose mean over the rollout is `LossInputs.seq_log_ratio_S`."""
     has_sequence_ratio: Callable[..., bool] = lambda **settings: True
     """Settings -> False where the loss does not use it."""
     step_values: Callable[..., Mapping[str, Any]] | None = None
@@ -85,15 +89,24 @@ class PolicyLoss(Declared):
     """True if its ratio is to the sampling policy: it takes no weights of the rollout correction, which are part of
     this ratio."""
 
-    def sequence_values(self, settings: object) -> Callable[..., Any] | None:
-        """Return `sequence_log_ratio` with its settings bound, or None if it is not used."""
-        if self.sequence_log_ratio is None or not self.has_sequence_ratio(**self.values(settings)):
-            return None
-        return partial(self.sequence_log_ratio, **self.values(settings))
-
     def whole_step(self, settings: object) -> Callable[..., Mapping[str, Any]] | None:
-        """Return `step_values` with its settings bound, or None if the loss has none."""
-        return None if self.step_values is None else partial(self.step_values, **self.values(settings))
+        """Return the function of `StepInputs` with the values of `LossInputs.step_values`; None if the loss has none.
+
+        A rollout's mean of `sequence_log_ratio` is a value of each of its tokens, `SEQUENCE`.
+        """
+        bound, parts = self.values(settings), []
+        if self.sequence_log_ratio is not None and self.has_sequence_ratio(**bound):
+            parts.append(partial(_sequence_values, partial(self.sequence_log_ratio, **bound)))
+        if self.step_values is not None:
+            parts.append(partial(self.step_values, **bound))
+        return (lambda inputs: dict(ChainMap(*(part(inputs) for part in parts)))) if parts else None
+
+
+def _sequence_values(of_token: Callable[..., Any], inputs: Any) -> Mapping[str, Any]:
+    from lockstep.trainer.objective.per_rollout import rollout_mean  # imports torch
+
+    values_N = of_token(inputs.logp_N - inputs.old_logp_N, inputs.advantages_N)
+    return {SEQUENCE: rollout_mean(values_N, inputs.rollout_N, inputs.num_rollouts)[inputs.rollout_N]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

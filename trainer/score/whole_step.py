@@ -1,4 +1,5 @@
-"""Values that a policy loss takes from all tokens of an optimizer step: masks by rank, covariances, sequence weights.
+"""Values that a policy loss takes from all tokens of an optimizer step: masks by rank, covariances, sequence
+weights and ratios.
 
 Dimensions: `_N` trained tokens of the rollout batch.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from lockstep.rollout.errors import TrainingError
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.credit.old_policy import Recomputed
+from lockstep.trainer.credit.old_policy import FromUpdate, Recomputed
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.objective.declare import PolicyLoss
 from lockstep.trainer.objective.losses.inputs import StepInputs
@@ -27,7 +28,7 @@ class WholeStep:
     def __init__(self, loss: PolicyLoss, config: Config) -> None:
         self._name, self._seed = config.algorithm.loss, config.seed
         self._function = loss.whole_step(config.algorithm)
-        self._needs_entropy = loss.needs_entropy
+        self._needs_entropy, self._has_ratio_alone = loss.needs_entropy, loss.step_values is None
 
     def values(
         self,
@@ -60,6 +61,8 @@ class WholeStep:
             logp_N, entropy_N = scorer.score_with_entropy(batch, rows)
         elif is_first and isinstance(targets.old, Recomputed):
             logp_N = targets.old.logp_N
+        elif is_first and isinstance(targets.old, FromUpdate) and self._has_ratio_alone:
+            logp_N = torch.zeros(batch.layout.num_tokens)  # as the old ones: no pass for log ratios of 0
         else:
             logp_N = scorer.score(batch, rows)
         of_step = torch.zeros(batch.num_rollouts, dtype=torch.bool)

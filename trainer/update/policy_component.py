@@ -19,13 +19,12 @@ from torch import Tensor
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.credit.old_policy import FromEngine
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.objective.kl import kl_term
 from lockstep.trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
 from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs
 from lockstep.trainer.objective.own.lookup import policy_loss_named
-from lockstep.trainer.objective.per_rollout import rollout_count, rollout_mean
+from lockstep.trainer.objective.per_rollout import rollout_count
 from lockstep.trainer.objective.value_loss import clipped_value_loss
 from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.score.whole_step import WholeStep
@@ -45,7 +44,6 @@ class PolicyComponent:
         self._routers = routers
         loss = policy_loss_named(config.algorithm.loss)
         self.loss: Callable[[LossInputs], LossOutputs] = loss.configured(config.algorithm)
-        self._sequence_values = loss.sequence_values(config.algorithm)
         self._whole_step = WholeStep(loss, config)
 
     def term(self, step: RolloutStep) -> PolicyTerm:
@@ -58,7 +56,6 @@ class PolicyComponent:
             targets=step.targets,
             counts=counts,
             tokens_S=tokens_S,
-            seq_log_ratio_S=self._sequence_log_ratio(step),
             step_values=self._whole_step.values(
                 self._scorer, step.batch, step.targets, step.rows, is_first=step.is_first, update=step.update
             ),
@@ -77,20 +74,6 @@ class PolicyComponent:
         )
         return counts, kept_S
 
-    def _sequence_log_ratio(self, step: RolloutStep) -> Tensor | None:
-        """Return the (S,) log ratio for losses with one per rollout; in the first update of a batch θ is θ_old."""
-        if self._sequence_values is None:
-            return None
-        batch, targets = step.batch, step.targets
-        kept, old_N = targets.keep_N, targets.old.logp_N
-        if step.is_first and not isinstance(targets.old, FromEngine):
-            log_ratio_N = torch.zeros(batch.layout.num_tokens)
-        else:
-            assert old_N is not None, "only the first update of a batch may use its own logprobs as the old ones"
-            log_ratio_N = self._scorer.score(batch, step.rows) - old_N
-        values = self._sequence_values(log_ratio_N[kept], targets.advantages_N[kept])
-        return rollout_mean(values, batch.rollout_N[kept], batch.num_rollouts)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyTerm:
@@ -102,7 +85,6 @@ class PolicyTerm:
     counts: StepCounts
     tokens_S: Tensor
     """Kept tokens of each rollout."""
-    seq_log_ratio_S: Tensor | None
     step_values: Mapping[str, Tensor]
     """(N,) values of the loss over the whole step, by name."""
     entropy_coef: float
@@ -126,7 +108,6 @@ class PolicyTerm:
         rollout_T = packed.rollout_T[keep]
         old_T = targets.old.at(kept_index_T, logp_T[keep])
         weights_T = targets.correction.weights_at(kept_index_T, old_T, packed.sampling_logprobs_T[keep])
-        seq_log_ratio_S = self.seq_log_ratio_S
         made = self.loss(
             LossInputs(
                 logp_T=logp_T[keep],
@@ -135,7 +116,6 @@ class PolicyTerm:
                 rollout_T=rollout_T,
                 num_rollouts=len(self.tokens_S),
                 weights_T=weights_T,
-                seq_log_ratio_S=None if seq_log_ratio_S is None else seq_log_ratio_S.to(logp_T.device),
                 sampling_logp_T=packed.sampling_logprobs_T[keep].to(logp_T.dtype),
                 step_values={name: at_tokens(values_N) for name, values_N in self.step_values.items()},
             )

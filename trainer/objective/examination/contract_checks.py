@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.rollout.errors import TrainingError
+from lockstep.trainer.objective.declare import SEQUENCE
 from lockstep.trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss, change
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 from lockstep.trainer.objective.losses.inputs import LossInputs
@@ -126,7 +127,7 @@ def check_ratio(examined: ExaminedLoss) -> Finding:
     shift_T = torch.linspace(-0.1, 0.1, len(inputs.old_logp_T), dtype=inputs.old_logp_T.dtype)
     moved_T = examined.values(replace(inputs, old_logp_T=inputs.old_logp_T + shift_T))
     is_moved = not torch.equal(moved_T, examined.values(inputs))
-    uses_old = is_moved or inputs.seq_log_ratio_S is not None or examined.loss.weighs_by_sampling
+    uses_old = is_moved or SEQUENCE in inputs.step_values or examined.loss.weighs_by_sampling
     if uses_old == examined.loss.has_ratio:
         return Finding(check=name)
     verb = "change" if uses_old else "do not change"

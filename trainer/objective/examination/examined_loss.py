@@ -21,7 +21,6 @@ from lockstep.rollout.errors import TrainingError
 from lockstep.trainer.objective.correction.weights import correction_weights
 from lockstep.trainer.objective.declare import PolicyLoss
 from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, StepInputs
-from lockstep.trainer.objective.per_rollout import rollout_mean
 
 TOLERANCE = 1e-9
 """Largest relative difference of float64 results that should be equal."""
@@ -63,7 +62,6 @@ class ExaminedLoss:
 
     def _microbatch(self, step: StepInputs, weights_N: Tensor | None, chosen: slice = slice(None)) -> LossInputs:
         """Return the chosen tokens of a step, with what the loss takes from all of its tokens."""
-        log_ratio_N = step.logp_N - step.old_logp_N
         of_step = step_values(self.loss, step, **self.settings)
         return LossInputs(
             logp_T=step.logp_N[chosen].clone().requires_grad_(),
@@ -72,9 +70,6 @@ class ExaminedLoss:
             rollout_T=step.rollout_N[chosen],
             num_rollouts=step.num_rollouts,
             weights_T=None if weights_N is None else weights_N[chosen],
-            seq_log_ratio_S=sequence_ratios(
-                self.loss, log_ratio_N, step.advantages_N, step.rollout_N, step.num_rollouts, **self.settings
-            ),
             sampling_logp_T=step.sampling_logp_N[chosen],
             step_values={name: values_N[chosen] for name, values_N in of_step.items()},
         )
@@ -147,21 +142,6 @@ def _toy_step() -> tuple[StepInputs, Tensor]:
         entropy_N=-(logp_TV.exp() * logp_TV).sum(dim=1)[keep_T],
     )
     return step, correction.weights_T[keep_T]
-
-
-def sequence_ratios(
-    loss: PolicyLoss,
-    log_ratio_T: Tensor,
-    advantages_T: Tensor,
-    rollout_T: Tensor,
-    num_rollouts: int,
-    **settings: Any,
-) -> Tensor | None:
-    """Return `LossInputs.seq_log_ratio_S` as the trainer computes it from all tokens of a step."""
-    values = loss.sequence_values(settings_of(loss, settings))
-    if values is None:
-        return None
-    return rollout_mean(values(log_ratio_T.detach(), advantages_T), rollout_T, num_rollouts)
 
 
 def step_values(loss: PolicyLoss, inputs: StepInputs, **settings: Any) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lockstep.trainer.objective.declare import SEQUENCE
 from lockstep.trainer.objective.kl import bounded, k2
 from lockstep.trainer.setting import Setting
 
@@ -41,12 +42,10 @@ class LossInputs:
     num_rollouts: int
     weights_T: Tensor | None = None
     """Weights of the rollout correction, factors of each token's loss; None: 1."""
-    seq_log_ratio_S: Tensor | None = None
-    """Mean of the loss's `sequence_log_ratio` over all tokens of each rollout, in all microbatches."""
     sampling_logp_T: Tensor | None = None
     """log μ, by the engine that sampled the tokens; given in training."""
     step_values: Mapping[str, Tensor] = field(default_factory=dict)
-    """Values of the loss's `step_values` at the tokens of the microbatch, (T,) each."""
+    """Values of the loss's `step_values` at the tokens of the microbatch, (T,) each, and `SEQUENCE`."""
 
     def __post_init__(self) -> None:
         shapes = {
@@ -60,11 +59,15 @@ class LossInputs:
         if len(set(shapes.values())) != 1 or self.logp_T.ndim != 1:
             found = {name: tuple(shape) for name, shape in shapes.items()}
             raise ValueError(f"loss inputs must be flat and of one length, one entry per trained token; found {found}")
-        if self.seq_log_ratio_S is not None and self.seq_log_ratio_S.shape != (self.num_rollouts,):
-            raise ValueError(
-                f"seq_log_ratio_S has shape {tuple(self.seq_log_ratio_S.shape)}, expected ({self.num_rollouts},), "
-                "one entry per rollout of the step"
-            )
+
+    @property
+    def seq_log_ratio_S(self) -> Tensor | None:
+        """Mean of the loss's `sequence_log_ratio` over all tokens of each rollout, in all microbatches; 0 for rollouts
+        without tokens in this one. None if the loss declares none."""
+        values_T = self.step_values.get(SEQUENCE)
+        return (
+            None if values_T is None else values_T.new_zeros(self.num_rollouts).index_copy(0, self.rollout_T, values_T)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,8 +133,8 @@ def sequence_ratio(inputs: LossInputs, log_ratio_T: Tensor) -> Tensor:
 
     log_ratio_T: values of the loss's `sequence_log_ratio`, with gradient.
     """
-    assert inputs.seq_log_ratio_S is not None, "a loss with one ratio per rollout needs seq_log_ratio_S"
-    value_T = bounded(inputs.seq_log_ratio_S.detach()).exp()[inputs.rollout_T]
+    assert SEQUENCE in inputs.step_values, "a loss with one ratio per rollout needs seq_log_ratio_S"
+    value_T = bounded(inputs.step_values[SEQUENCE].detach()).exp()
     return value_T * (log_ratio_T - log_ratio_T.detach()).exp()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.trainer.objective.advantages import ADVANTAGES
 from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, RewardTerms
-from lockstep.trainer.objective.examination.examined_loss import sequence_ratios, step_values
+from lockstep.trainer.objective.examination.examined_loss import step_values
 from lockstep.trainer.objective.kl import kl_term
 from lockstep.trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
 from lockstep.trainer.objective.losses import POLICY_LOSSES
@@ -145,9 +145,6 @@ def our_loss(
         rollout_T=rollout_T,
         num_rollouts=ROWS,
         weights_T=batch.ratio[batch.trained],
-        seq_log_ratio_S=sequence_ratios(
-            POLICY_LOSSES[name], logp_T - old_T, batch.advantages[rollout_T], rollout_T, ROWS, **options
-        ),
         sampling_logp_T=of_step.sampling_logp_N,
         step_values=step_values(POLICY_LOSSES[name], of_step, **options),
     )

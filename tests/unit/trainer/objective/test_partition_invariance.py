@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.trainer.objective.examination.examined_loss import sequence_ratios, step_values
+from lockstep.trainer.objective.examination.examined_loss import step_values
 from lockstep.trainer.objective.loss_normalization import NORMALIZERS
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.inputs import StepInputs
@@ -83,36 +83,17 @@ def test_step_without_any_trained_token_has_gradient_zero_and_no_nan(normalizer)
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-@pytest.mark.parametrize("name", ["gspo", "gmpo", "clipped_tis_sequence"])
-def test_sequence_losses_need_the_ratio_of_the_whole_rollout(name):
-    """With the ratio of its own tokens only, each microbatch would give another gradient."""
-    step = ToyStep()
-    loss, options = next((loss, options) for n, loss, options in LOSSES if n == name)
-
-    def alone(inputs, **options):
-        log_ratio_T = inputs.logp_T - inputs.old_logp_T
-        own_S = sequence_ratios(
-            loss, log_ratio_T, inputs.advantages_T, inputs.rollout_T, inputs.num_rollouts, **options
-        )
-        return loss(replace(inputs, seq_log_ratio_S=own_S), **options)
-
-    guess = replace(loss, function=alone)
-    whole = step.gradient(loss, options, "grpo", [[step.kept]])
-    torch.testing.assert_close(step.gradient(guess, options, "grpo", [[step.kept]]), whole, rtol=0, atol=1e-10)
-    parts = partition(step.kept, 2, 3, seed=1)
-    assert (step.gradient(guess, options, "grpo", parts) - whole).abs().max() > 1e-6
-
-
 def entropy_at(step: ToyStep, logp_T: Tensor) -> Tensor:
     """Return the entropies of the tokens with these logprobs under the initial weights, which are all different."""
     all_logp_T, entropy_T = step.logp_and_entropy(step.initial, torch.arange(len(step.targets_T)))
     return entropy_T[(all_logp_T - logp_T.detach()[:, None]).abs().argmin(dim=1)]
 
 
+SEQUENCE_LOSSES = ["gspo", "gmpo", "clipped_tis_sequence"]
 STEP_LOSSES = [name for name, loss, _ in LOSSES if loss.step_values is not None]
 
 
-@pytest.mark.parametrize("name", STEP_LOSSES)
+@pytest.mark.parametrize("name", [*STEP_LOSSES, *SEQUENCE_LOSSES])
 def test_values_of_a_microbatch_alone_would_give_another_gradient(name):
     step = ToyStep()
     loss, options = next((loss, options) for n, loss, options in LOSSES if n == name)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.trainer.objective.examination.examined_loss import sequence_ratios, step_values
+from lockstep.trainer.objective.declare import SEQUENCE
+from lockstep.trainer.objective.examination.examined_loss import step_values
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
 from lockstep.trainer.objective.per_rollout import rollout_mean
@@ -42,7 +43,7 @@ def whole_step(logp_T, old_T, advantages_T, rollout_T, num_rollouts, *, weights_
         rollout_T=rollout_T,
         num_rollouts=num_rollouts,
         weights_T=weights_T,
-        seq_log_ratio_S=rollout_mean((logp_T - old_T).detach(), rollout_T, num_rollouts),
+        step_values={SEQUENCE: rollout_mean((logp_T - old_T).detach(), rollout_T, num_rollouts)[rollout_T]},
     )
 
 
@@ -228,11 +229,7 @@ def test_correction_weights_multiply_the_loss_and_carry_no_gradient():
 
 
 def gmpo_inputs(ratios, advantages, rollouts, **settings) -> LossInputs:
-    inputs = inputs_for(ratios, advantages, rollouts=rollouts)
-    seq_S = sequence_ratios(
-        gmpo, inputs.logp_T - inputs.old_logp_T, inputs.advantages_T, inputs.rollout_T, inputs.num_rollouts, **settings
-    )
-    return replace(inputs, seq_log_ratio_S=seq_S)
+    return with_step("gmpo", inputs_for(ratios, advantages, rollouts=rollouts), **settings)
 
 
 def test_gmpo_takes_the_geometric_mean_of_clipped_ratios():
@@ -255,9 +252,9 @@ def test_gmpo_gradient_is_that_of_the_papers_objective():
     settings = {"clip_low": 1 - math.exp(-0.4), "clip_high": math.exp(0.4) - 1}
     advantages_T = advantages_S[rollout_T]
     inputs = LossInputs(
-        logp_T=logp_T, old_logp_T=old_T, advantages_T=advantages_T, rollout_T=rollout_T, num_rollouts=3,
-        seq_log_ratio_S=sequence_ratios(gmpo, logp_T - old_T, advantages_T, rollout_T, 3, **settings),
+        logp_T=logp_T, old_logp_T=old_T, advantages_T=advantages_T, rollout_T=rollout_T, num_rollouts=3
     )  # fmt: skip
+    inputs = with_step("gmpo", inputs, **settings)
     length_S = torch.tensor([3.0, 2.0, 4.0], dtype=torch.float64)
     ours = torch.autograd.grad((gmpo(inputs, **settings).loss_T / length_S[rollout_T]).sum(), logp_T)
     sign_T = advantages_T.sign()
@@ -274,7 +271,7 @@ def test_gmpo_gradient_is_that_of_the_papers_objective():
 )
 def test_a_loss_with_one_ratio_per_rollout_requires_it_from_the_whole_step(name, settings):
     inputs = inputs_for([1.1, 0.9], [1.0, -1.0])
-    alone = replace(inputs, seq_log_ratio_S=None)
+    alone = replace(inputs, step_values={})
     POLICY_LOSSES[name](inputs, **settings)
     with pytest.raises(AssertionError, match="needs seq_log_ratio_S"):
         POLICY_LOSSES[name](alone, **settings)

@@ -13,7 +13,7 @@ from lockstep.trainer.objective.advantages import ADVANTAGES
 from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, TurnInputs
 from lockstep.trainer.objective.declare import declared_arguments
 from lockstep.trainer.objective.losses import POLICY_LOSSES
-from lockstep.trainer.objective.losses.inputs import LossInputs
+from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
 from lockstep.trainer.objective.own.lookup import advantage_named, is_advantage, policy_loss_named
 
 HEAD = """
@@ -60,7 +60,7 @@ def test_a_plain_function_is_a_loss_with_typed_settings(tmp_path: Path) -> None:
     )  # fmt: skip
     assert {name: argument.type for name, argument in loss.arguments.items()} == {"a": float, "b": int | None, "c": str}
     assert loss.has_ratio
-    assert loss.sequence_values(given()) is None
+    assert loss.whole_step(given()) is None
     assert loss.configured(given())(inputs()).loss_T.tolist() == [2.0, 4.0]
     assert loss.configured(given(a=3))(inputs()).loss_T.tolist() == [3.0, 6.0]
 
@@ -81,9 +81,14 @@ def test_the_decorator_gives_needs_and_registers_nothing(tmp_path: Path) -> None
     loss = policy_loss_named(spec)
     assert not loss.has_ratio
     assert loss.arguments["own_setting"].setting.above == 0
-    values = loss.sequence_values(given(own_setting=2.0))
+    values = loss.whole_step(given(own_setting=2.0))
     assert values is not None
-    assert values(torch.ones(2), torch.ones(2)).tolist() == [1.0, 1.0]
+    zeros, rollout_N = torch.zeros(2), torch.tensor([0, 0])
+    of_step = StepInputs(
+        logp_N=torch.tensor([1.0, 2.0]), old_logp_N=zeros, sampling_logp_N=zeros, advantages_N=zeros,
+        rollout_N=rollout_N, num_rollouts=1, seed=0,
+    )  # fmt: skip
+    assert values(of_step)["seq_log_ratio"].tolist() == [1.5, 1.5]
     assert (set(POLICY_LOSSES), set(declared_arguments())) == before
 
 
