@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from lockstep.rewards.shaping import Shaping
 from lockstep.rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
+from lockstep.rollout.system.background_loop import in_shared_loop
 from lockstep.rollout.system.deadline import call_with_deadline, is_async
 from lockstep.rollout.system.user_functions import written_at
 
@@ -200,9 +202,11 @@ class RewardSet:
         lane = asyncio.Semaphore(1) if batch.scope is Scope.GROUP and is_async(batch.function) else slots
 
         async def call(seen: Sequence[Rollout]) -> list[Verdict]:
+            calling = batch.calling(seen)
+            calling = partial(in_shared_loop, calling) if is_async(calling) else calling
             async with lane:
                 with measuring(Meter(num_updates=self.num_updates)) as own:
-                    finished = await call_with_deadline(batch.calling(seen), timeout_s=timeout_s)
+                    finished = await call_with_deadline(calling, timeout_s=timeout_s)
             meter.merge(own.sums, own.counts)
             num_turns = [rollout.num_turns if by_turn else None for rollout in seen]
             return judge_batch(finished, num_turns, dict(own.columns))

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import hydra
@@ -29,10 +30,12 @@ from lockstep.rollout.system.orphan_guard import exit_when_orphaned
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.compose import (
     CONFIG_DIR,
+    TASK,
     all_keys,
     drop_prepared_heldout,
     refuse_demo_parts,
     schema,
+    sets,
     to_config,
     type_problem,
 )
@@ -86,6 +89,7 @@ def launch(
 
     composed: list[DictConfig] = []
     configs: list[Any] = []
+    notices: list[str] = []
     words = sys.argv[1:]
     try:
         refuse_unreadable(words, schema(config_class))
@@ -101,7 +105,7 @@ def launch(
             if saved is not None:
                 check_resumed(saved, config, words)
             if isinstance(config, Config):
-                drop_prepared_heldout(config, words)
+                notices.append(drop_prepared_heldout(config, words))
                 refuse_demo_parts(config, words)
             check(config)
             configs.append(config)
@@ -109,13 +113,21 @@ def launch(
         _print(explain(error, config_class))
         sys.exit(2)
     except LockstepError as error:
-        _print("\n".join(filter(None, [new_run_hint(words), _message(error)])))
+        hint = new_run_hint(words)
+        if hint and not sets(words, "experiment", *chain(*TASK.values())):  # a mistyped name, and nothing else to mend
+            said = [f"{hint}; name a run, or set model.path, data.path and reward for a new one"]
+        else:
+            said = [*notices, hint, _message(error)]
+        _print("\n".join(filter(None, said)))
         sys.exit(_status(error))
     except KeyboardInterrupt:
         _print(INTERRUPTED)
         sys.exit(130)
-    if saved is not None and saved.unknown and os.environ.get("RANK", "0") == "0":
-        _print(f"{saved.path} holds settings that this version does not know, left out: {', '.join(saved.unknown)}")
+    if saved is not None and saved.unknown:
+        listed = ", ".join(saved.unknown)
+        notices.append(f"{saved.path} holds settings that this version does not know, left out: {listed}")
+    if any(notices) and os.environ.get("RANK", "0") == "0":
+        _print("\n".join(filter(None, notices)))
     for config in configs:
         run_or_end(lambda config=config: main(config))
 

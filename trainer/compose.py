@@ -116,15 +116,21 @@ def sets(words: Sequence[str], *keys: str) -> bool:
     return any(name == key or ("." in key and name.startswith(f"{key}.")) for name in typed for key in keys)
 
 
-def drop_prepared_heldout(config: Config, words: Sequence[str]) -> None:
+def drop_prepared_heldout(config: Config, words: Sequence[str]) -> str:
     """Set data.heldout_path to null if it is prepared data, and neither training data nor the command line asks for it.
 
-    A group as data=calculator or experiment=real names both, and `data.path=...` replaces only one.
+    A group as data=calculator or experiment=real names both, and `data.path=...` replaces only one. Returns a sentence
+    that says so; empty if nothing changed.
     """
     folder = data_folder(config.data.heldout_path or "")
     paths = [data_set.path for data_set in config.data.training_sets().values()]
-    if folder is not None and not sets(words, "data.heldout_path") and folder not in map(data_folder, paths):
-        config.data.heldout_path = None
+    if folder is None or sets(words, "data.heldout_path") or folder in map(data_folder, paths):
+        return ""
+    dropped, config.data.heldout_path = config.data.heldout_path, None
+    return (
+        f"{dropped} is not held-out data of {', '.join(paths)}, so it is left out, as with data.heldout_path=null; set "
+        "data.heldout_path=<file or hub id> to evaluate"
+    )
 
 
 def refuse_demo_parts(config: Config, words: Sequence[str]) -> None:

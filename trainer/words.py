@@ -84,6 +84,10 @@ def _word_problem(word: str, following: Sequence[str], tree: DictConfig, keys: S
         and not value.startswith("$")
     ):
         return f"{key} is a list, found {value}; type {shlex.quote(f'{key}=[{value}]')}"
+    if is_typed_list and key == "data.path":
+        files = zip("abcdefgh", value.strip("[]").split(","), strict=False)
+        sources = " ".join(f"data.sources.{name}.path={file.strip()}" for name, file in files)
+        return f"{key} takes one value, found the list {value}; for several data sets type {sources}"
     if is_typed_list and not is_list and isinstance(default, str | int | float):
         return f"{key} takes one value, found the list {value}; type {key}={value.strip('[]').partition(',')[0]}"
     if isinstance(default, int) and not isinstance(default, bool) and (number := _whole(value)) is not None:

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import functools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,10 +89,12 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
             return runner.run(coroutine)
         finally:
             runner.run(_cancel_all())
-    outcome = shared_loop().run(_caught(coroutine))
-    if isinstance(outcome, _Raised):
-        raise outcome.error
-    return outcome
+    return _opened(shared_loop().run(_caught(coroutine)))
+
+
+async def in_shared_loop(function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run an async function of a user in `shared_loop`, for callers in another loop, which it cannot block."""
+    return _opened(await asyncio.wrap_future(shared_loop().submit(_caught(function()))))
 
 
 @functools.cache
@@ -110,6 +112,12 @@ async def _caught(coroutine: Coroutine[Any, Any, T]) -> T | _Raised:
         return await coroutine
     except BaseException as error:  # SystemExit in a task would end the loop
         return _Raised(error)
+
+
+def _opened(outcome: T | _Raised) -> T:
+    if isinstance(outcome, _Raised):
+        raise outcome.error
+    return outcome
 
 
 async def _cancel_all() -> None:

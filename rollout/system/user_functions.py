@@ -13,11 +13,12 @@ import symtable
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import error_text
@@ -107,8 +108,8 @@ def _load_module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # dataclasses and pickle look the module up here while it loads
     try:
-        with _own_files_first(resolved.parent):
-            found.loader.exec_module(module)
+        _OwnFiles.add(resolved.parent)
+        found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         old = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
@@ -117,25 +118,37 @@ def _load_module(path: Path) -> ModuleType:
     return module
 
 
-@contextmanager
-def _own_files_first(directory: Path) -> Iterator[None]:
-    """Import from the directory of a file, then from the working directory, before all others while the file loads.
+class _OwnFiles(MetaPathFinder):
+    """Finder of what files of the user import, also inside of functions: beside them, then in the working directory.
 
-    Afterwards they are the last ones, for imports inside functions: there they hide no package that a library imports
-    later. Lockstep's own folders are not a user's, so they are not added as the working directory.
+    For imports of libraries these directories are the last ones, so that they hide no package.
     """
-    own = [str(directory)]
-    if os.getcwd() not in (*own, ROOT):
-        own.append(os.getcwd())
-    sys.path[:0] = own
-    try:
-        yield
-    finally:
-        for path in own:  # one by one: the file may have changed the list
-            if path in sys.path:
-                sys.path.remove(path)
+
+    directories: ClassVar[list[str]] = []
+
+    @classmethod
+    def add(cls, directory: Path) -> None:
+        """Add the directory of a user's file. Lockstep's own folders are not added as the working directory."""
+        if cls not in sys.meta_path:
+            sys.meta_path.insert(sys.meta_path.index(PathFinder), cls)  # type: ignore[arg-type]
+        for path in (str(directory), *((os.getcwd(),) if os.getcwd() != ROOT else ())):
+            if path not in cls.directories:
+                cls.directories.append(path)
             if path not in sys.path:
                 sys.path.append(path)
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # type: ignore[override]
+        frame = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith(("importlib", "_frozen_importlib")):
+            frame = frame.f_back
+        if path is not None or frame is None or not _is_own(frame):
+            return None
+        file = Path(frame.f_code.co_filename)
+        near = sorted((one for one in cls.directories if file.is_relative_to(one)), key=len, reverse=True)
+        working = [one for one in cls.directories if near and one == os.getcwd()]
+        spec = PathFinder.find_spec(fullname, [*near, *working])
+        return spec if spec is not None and spec.loader is not None else None  # a folder of data is not one
 
 
 def fault(error: BaseException, path: str | Path | None = None) -> str:

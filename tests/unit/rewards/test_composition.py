@@ -195,6 +195,23 @@ def test_an_error_names_file_line_and_row(tmp_path, isolation):
         assert scored.error == f"reward {name}: {what.format(tmp_path / 'mine.py')} (row 12 of rows.jsonl)"
 
 
+async def test_all_coroutines_of_user_functions_run_in_one_loop_which_is_not_that_of_the_run():
+    loops = []
+
+    async def is_async(r):
+        loops.append(asyncio.get_running_loop())
+        return 1.0
+
+    def returns_one(r):
+        return is_async(r)
+
+    rewards = RewardSet([Reward(name="a", function=is_async), Reward(name="b", function=returns_one)])
+    (scored,) = await rewards.score([rollout()])
+    assert scored.rewards == {"a": 1.0, "b": 1.0}
+    assert loops[0] is loops[1]
+    assert loops[0] is not asyncio.get_running_loop(), "a blocking function would stop the run"
+
+
 def test_a_function_cannot_change_the_input_of_others():
     def vandal(r):
         r.messages[-1]["content"] = "7"

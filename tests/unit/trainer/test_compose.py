@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import yaml
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.declared import missing_problems
 from lockstep.trainer.checks.names import reward_name_problems
+from lockstep.trainer.cli import launch
 from lockstep.trainer.compose import CONFIG_DIR, TASK, describe_task, drop_prepared_heldout, refuse_demo_parts, sets
 from lockstep.trainer.config.schema import Config
 from scripts.check_environment import overrides_of, parse
@@ -137,6 +139,17 @@ def test_the_first_lines_name_the_task_with_its_tools() -> None:
     ]
     words = ["experiment=demo", "eval.every=5"]
     assert "held out" not in describe_task(composed(*words), words)
+
+
+def test_held_out_data_that_is_left_out_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["data.path=mine.jsonl", "environment=single_turn", "reward=numeric"]
+    sentence = "data/demo/calculator/heldout.jsonl is not held-out data of mine.jsonl, so it is left out"
+    for words, is_said in (([], False), (own, True), ([*own, "data.heldout_path=null"], False)):
+        monkeypatch.setattr(sys, "argv", ["scripts/train.py", "experiment=demo", *words])
+        launch(lambda config: None, check=lambda config: None)
+        assert (sentence in capsys.readouterr().err) == is_said, words
 
 
 def test_a_setting_that_is_typed_twice_is_named() -> None:

@@ -221,7 +221,12 @@ def test_a_name_without_a_run_is_said_with_the_closest_one(
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", "resume=auto", "run_name=ovn"])
     with pytest.raises(SystemExit):
         launch(print)
-    assert "there is no runs/ovn (did you mean 'own'?), so this would be a new run" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no runs/ovn (did you mean 'own'?), so this would be a new run; name a run, or set " in line
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", "resume=auto", "run_name=ovn", "model.path=m"])
+    with pytest.raises(SystemExit):
+        launch(print)
+    assert "data.path is not set" in capsys.readouterr().err
     assert saved_run(["resume=auto", "run_name=ovn"]) is None
     assert saved_run(["resume=auto"]) is None
     assert saved_run(["run_name=own"]) is None

@@ -30,6 +30,7 @@ TREE = schema(Config)
         (["rollout.urls=http://a:1"], "type 'rollout.urls=[http://a:1]'"),
         (["model.lora.target_modules=q_proj"], "type 'model.lora.target_modules=[q_proj]'"),
         (["updates=[5]"], "takes one value, found the list [5]; type updates=5"),
+        (["data.path=[x.jsonl, y.csv]"], "type data.sources.a.path=x.jsonl data.sources.b.path=y.csv"),
         (["data.columns={prompt=task}"], "type 'data.columns={prompt: task}'"),
         (["optimizer.lr=1e-5,"], "ends with a comma; type optimizer.lr=1e-5"),
         (["updates=1e3"], "updates is a whole number, found 1e3; type updates=1000"),

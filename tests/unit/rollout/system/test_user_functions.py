@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system import user_functions
 from lockstep.rollout.system.user_functions import fault, load_function, load_functions, written_at, written_names
 
 
@@ -17,6 +18,31 @@ def test_a_user_file_imports_a_file_beside_it(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "own.py").write_text("from beside_it_7431 import helper\ndef score(rollout): return helper()\n")
     assert load_function(f"{tmp_path}/own.py:score")(None) == 3
     assert sys.path[-1] == str(tmp_path), "installed packages come first"
+
+
+def test_a_user_file_imports_its_own_files_before_installed_packages_also_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Libraries import theirs. A folder without modules, as one of data, hides no package."""
+    for folder, source in (("site", "installed"), ("own", "own")):
+        for name in ("early_7431", "late_7431", "library_7431"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{name}.py").write_text(f"WHERE = {source!r}\n")
+    (tmp_path / "own" / "data_7431").mkdir()
+    (tmp_path / "site" / "data_7431.py").write_text("WHERE = 'installed'\n")
+    (tmp_path / "site" / "asks_7431.py").write_text(
+        "def where():\n    import library_7431\n    return library_7431.WHERE\n"
+    )
+    (tmp_path / "own" / "other_7431.py").write_text("def where():\n    import late_7431\n    return late_7431.WHERE\n")
+    (tmp_path / "own" / "my.py").write_text(
+        "import asks_7431, data_7431, early_7431, importlib, other_7431\n"
+        "def f():\n    found = [early_7431.WHERE, other_7431.where(), importlib.import_module('late_7431').WHERE]\n"
+        "    return [*found, data_7431.WHERE, asks_7431.where()]\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    monkeypatch.setattr(user_functions, "INSTALLED", (*user_functions.INSTALLED, str(tmp_path / "site")))
+    function = load_function(f"{tmp_path}/own/my.py:f")
+    assert function() == ["own", "own", "own", "installed", "installed"]
 
 
 def test_a_spec_cut_at_its_comma_is_refused_with_the_quoted_form():
