@@ -2,18 +2,18 @@ r"""Numbers in answers, read exactly, as fractions, or not at all.
 
 A number has digits, an optional sign, thousands separators (`1,234`, `1{,}234`, `1\,234`, `1 234`), decimals and an
 exponent (`1.5e3`, `1.5 \times 10^{3}`); or it is a fraction (`3/5`, `\frac{3}{5}`, `½`) or a mixed number (`1\frac12`).
-Before it there may be a name or a computation (`x =`, `3 + 4 =`) or a currency, after it a unit: `$5`, `5\%`, `5^\circ`
-and `5 kg` are 5; `5 million` is 5000000. Digits and minus signs may be of any script.
+Before it there may be a name or a computation (`x =`, `3 + 4 =`), an arrow or a currency, after it a unit: `$5`, `5\%`,
+`5^\circ` and `5 kg` are 5; `5 million` is 5000000. Digits and minus signs may be of any script.
 
 Not numbers: other expressions (`10-3`, `2^{10}`, `\sqrt{16}`, `2\pi`), inequalities, ranges, ratios, lists, dates and
-times. Not covered: decimal commas, periods of decimals, numbers in words.
+times, also in words (`5 or 6`, `5 to 6`, `not 5`). Not covered: decimal commas, periods of decimals, numbers in words.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -43,8 +43,12 @@ _SPELLINGS = tuple(
         ("[‐‑‒–﹣]", "-"),
         ("[⁄∕]", "/"),
         ("٫", "."),
+        ("[<>!]=", lambda match: {"<": "≤", ">": "≥", "!": "≠"}[match[0][0]]),
         # LaTeX and markup. `<<3+4=7>>` is a computation of GSM8K.
-        (r"\\!|[\u200b\u2060]|<<[^<>]*>>|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])", ""),
+        (
+            r"\\!|[\u200b-\u200f\u202a-\u202c\u2060\u2066-\u2069\ufeff]|<<[^<>]*>>|\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![a-zA-Z])",
+            "",
+        ),
         (r"</?[A-Za-z][^<>]*>|\\(?:begin|end)\{[^{}]*\}|\\[,;: ()\[\]\\]|\\q?quad|[~&—]", " "),
         (r"\{,\}|٬", ","),
         (r"\\([%#])|\^ ?\{? ?(?:\\circ|°) ?\}?|\\degree", lambda match: match[1] or "°"),
@@ -65,7 +69,7 @@ _SPELLINGS = tuple(
         (r"(?<![\d.,/])(\d++)(?: and)? (\d++/\d)", r"\1_\2"),
         (r"(?<![\d.,/])(\d++) and a half\b", r"\1_1/2"),
         (r"\b(?:[Nn]egative|[Mm]inus) (?=\d)|− ?(?=[\d.])", "-"),
-        (r"(^|[=≈:]|\b(?:is|are|be|equals)) ?- ?(?=[\d.])", r"\1 -"),
+        (r"(^|[=≈:→⇒]|\b(?:is|are|be|equals)) ?- ?(?=[\d.])", r"\1 -"),
         (rf"\b{_MONTH} \d{{1,2}}{_NTH}?(?:,? \d{{4}})?\b|\b\d{{1,2}}{_NTH}? (?:of )?{_MONTH}(?:,? \d{{4}})?\b", "0:0"),
         (rf"\b{_MONTH},? \d{{4}}\b|\b\d{{1,2}}(?::\d\d){{0,2}} ?[AaPp]\.?[Mm]\b\.?", "0:0"),
         # An expression is one word: operators touch their operands, numbers or variables.
@@ -88,7 +92,10 @@ _NOT_UNIT = re.compile(
     r"hundred|thousand)(?:rd|r?th)s?|[十百千万亿].*|[+×·÷^±!]"
 )
 """Words and signs behind a number that make it another one."""
-_FUNCTION = re.compile(r"sqrt|log|ln|exp|sin|cos|tan|[+×·÷±<>≤≥]")
+_FUNCTION = re.compile(r"sqrt|log|ln|exp|sin|cos|tan|not|[+×·÷±<>≤≥≠]")
+_JOINED = ("or", "and", "to")
+"""Words between the numbers of a range or list."""
+_ARROW = re.compile(r"(?:[=-]+>|[→⇒⟹⟶➔➜➡∴•]|\\(?:to|(?:long)?[rR]ightarrow|implies|therefore)(?![a-zA-Z]))\s*")
 _PROSE = re.compile(rf"[#\n]|(?<![\\\w]){_WORD}{{2}}")
 """The difference of a text and an expression such as `10 - 3`: a line break or a word."""
 _NAME = re.compile(rf"{_WORD}{{2}}[^()^=]*|{_WORD}\w*|\d+{_NTH}")
@@ -193,6 +200,7 @@ def _whole(text: str, *, is_word: bool = False) -> Number | None:
     is_word: the text is a word of prose, in which a letter that touches the number is a unit: `5s` is not a product.
     """
     text = text.rstrip(" \n*_`'\"“”‘’.,;:?").lstrip(" \n#*_`'\"“”‘’,;:?")
+    text = _ARROW.sub("", text, count=1) if _ARROW.match(text) else text
     named = re.fullmatch(r"(.*)([=≈:])(.*)", text, re.DOTALL)
     if named is not None:
         head, text = re.sub(r"\(\w*\)|_\w+", "", named[1]), named[3].strip()
@@ -255,4 +263,15 @@ def _in_prose(text: str, *, step: int = -1) -> Iterator[Number | None]:
             before, after = (words[near].lower().lstrip("\\") for near in (place - 1, place + 1))
             is_part = _FUNCTION.fullmatch(before) or _NOT_UNIT.fullmatch(after)
             word = f"{words[place]} {after}" if after in _SCALES else words[place]
-            yield None if is_part else _whole(word, is_word=True)
+            number = None if is_part else _whole(word, is_word=True)
+            yield None if number is None or _is_joined(words, place, number) else number
+
+
+def _is_joined(words: Sequence[str], place: int, number: Number) -> bool:
+    """Return True if a word such as `or` joins the number with another one; `1/2 or 0.5` is one number."""
+    for step in (-1, 1):
+        if words[place + step].lower() in _JOINED and _has_number(words[place + 2 * step]):
+            other = _whole(words[place + 2 * step], is_word=True)
+            if other is None or not number.equals(other):
+                return True
+    return False

@@ -34,6 +34,8 @@ from lockstep.rollout.replies import limited_session, read_body, read_json
 
 MAX_REPLY_BYTES = 2**20
 """Longest reply of a server, a hundred times that of 2000 tokens."""
+MAX_TOKENS = 10**9
+"""Largest number of tokens of a call that is believed."""
 KEPT_AT_TEMPERATURE_0 = 4096
 """Replies kept where `cache` is not set. A reply of 512 tokens takes about 2 kB, all of them 8 MB."""
 TEXTS = """{names} stand between the markers {marker}.
@@ -238,5 +240,5 @@ def _count_tokens(usage: Any) -> None:
     """Add the tokens that a server reports. Servers may report none, so anything else is left out."""
     for name in ("prompt_tokens", "completion_tokens"):
         count = usage.get(name) if isinstance(usage, dict) else None
-        if type(count) is int and count >= 0:
+        if type(count) is int and 0 <= count <= MAX_TOKENS:
             add(name, count)

@@ -16,7 +16,7 @@ from lockstep.rollout.errors import RewardError
 from lockstep.rollout.records import Rollout
 
 # Possessive: two runs of spaces side by side would take quadratic time on a reply of spaces.
-_SCORE = re.compile(r"score[\s*_]*+:[\s*_]*+([^\n]*\d[^\n]*)", re.IGNORECASE)
+_SCORE = re.compile(r"(?<![^\W_])score[\s*_]*+:[\s*_]*+([^\n]*\d[^\n]*)", re.IGNORECASE)
 _SHARE = re.compile(r"(\W*+[\d.]++)\s*+(?:/|out of\b)\s*+([\d.]++)")
 """`8/10`, `8 out of 10`: 8 if 10 is the highest score."""
 

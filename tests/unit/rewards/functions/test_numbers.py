@@ -78,6 +78,12 @@ TABLE: list[tuple[str, Any, float | str]] = [
     ("It takes 3–4 hours", "4", 0), ("It takes 3–4 hours", "-4", 0), ("COVID-19", "-19", 0), ("at 12:30", "30", 0),
     ("at 5 pm", "5", 0), ("on 2024-01-05", "-5", 0), ("on 5/6/2024", "2024", 0), ("on January 5, 2024", "2024", 0),
     ("It is 0x1F", "1", 0), ("call 555-1234", "-1234", 0), ("The ratio is 3 : 4", "4", 0),
+    # Arrows in front, and marks that are not shown.
+    ("→ 5", "5", 1), ("=> -5", "-5", 1), (r"\boxed{\Rightarrow 5}", "5", 1), ("--> 5", "-5", 0), ("2 → 5", "2", 0),
+    ("x => 5", "5", 0), ("\u200e\ufeff-5", "-5", 1),
+    # Ranges and lists in words.
+    ("It is 5 or 6", "6", 0), ("from 5 to 6", "6", 0), ("5 and 6", "6", 0), ("It is 1/2 or 0.5", "0.5", 1),
+    ("It is not 5", "5", 0), ("It is >= 5", "5", 0), ("It is != 5", "5", 0), ("5 to 6", "5 to 6", ERROR),
     # References.
     ("4", "3/4", 0), ("3/4", "3/4", 1), ("10", "2^{10}", ERROR), ("30", "12:30", ERROR), ("3", "10-3", ERROR),
     ("5", "2024-01-05", ERROR), ("2024", "January 5, 2024", ERROR), ("seven", "seven", ERROR),

@@ -89,7 +89,7 @@ def test_the_score_of_a_judge_is_scaled():
      ("Score: 8 (good)", 0.8), ("Score: 7\nScore: 8.", 0.8), ("Score:\n8", 0.8), ("Score: [8]", 0.8),
      (r"Score: $\boxed{8}$", 0.8), ("Score: 1e1", 1.0),
      ("Score: 4/5", None), ("Score: 7-8", None), ("Score: 7,5", None), ("Score: 3\nScore: −5", None),
-     ("Score: 80%", None),
+     ("Score: 80%", None), ("Score: 7 to 8", None), ("Score: >= 8", None), ("Score: 8\nSubscore: 1", 0.8),
      ("Score: good, 8", None)],
 )  # fmt: skip
 def test_a_score_is_a_whole_number_and_never_the_beginning_of_another(reply, reward):
@@ -213,7 +213,9 @@ def test_a_step_whose_rollouts_are_all_answered_from_the_cache_has_zero_calls():
     assert "judge/llm_judge/seconds" not in metrics
 
 
-@pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": -1, "completion_tokens": "7"}])
+@pytest.mark.parametrize(
+    "usage", [None, [], {"prompt_tokens": -1, "completion_tokens": "7"}, {"prompt_tokens": 10**400}]
+)
 def test_a_usage_that_holds_no_counts_is_left_out(usage):
     judge = Judge((200, {"choices": [{"message": {"content": "Score: 5"}}], "usage": usage}))
     assert set(judge.score([rollout("a")])) == {"calls", "hit_fraction", "seconds"}
