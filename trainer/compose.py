@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.plain_files import LATEST, behind_link
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.prepared import DEMO, DEMO_ENVIRONMENTS, DEMO_REWARD, data_folder
@@ -62,6 +63,10 @@ def to_config(tree: DictConfig, config_class: type = Config) -> Any:
     for key in unknown_keys(tree, config_class):  # `+key=value` gets past the schema
         hint = closest(key, sorted(all_keys(schema(config_class))))
         raise ConfigError(f"{key} is not a setting{hint}; `--cfg job` prints all of them")
+    for key in all_keys(tree):  # the link may be moved by another run, or by this one
+        value = OmegaConf.select(tree, key, throw_on_missing=False)
+        if isinstance(value, str) and LATEST in Path(value).parts:
+            OmegaConf.update(tree, key, str(behind_link(Path(value))), force_add=True)
     config = OmegaConf.to_object(tree)
     assert isinstance(config, config_class), "a config file must start its defaults with `schema`"
     for key in free_form(config):

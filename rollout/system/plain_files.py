@@ -46,9 +46,16 @@ def _opened(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
+LATEST = "latest"
+"""Name of the link to the newest run, and to the newest checkpoint of a run."""
+
+
 def behind_link(path: Path) -> Path:
-    """Return where a path leads now. A link such as runs/latest may be moved while files are read from it."""
-    return path.parent / path.readlink() if path.is_symlink() else path
+    """Return where a path leads now. A link such as runs/latest, also within it, may be moved while files are read."""
+    for link in (path, *path.parents):
+        if link.is_symlink() and (link == path or link.name == LATEST):
+            return link.parent / link.readlink() / path.relative_to(link)
+    return path
 
 
 def own_output(path: Path) -> Path:

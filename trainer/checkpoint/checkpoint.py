@@ -27,7 +27,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from lockstep.rollout.errors import CheckpointError, LockstepError
-from lockstep.rollout.system.plain_files import read_plain
+from lockstep.rollout.system.plain_files import LATEST, read_plain
 from lockstep.trainer.config.changes import settings_hash
 from lockstep.trainer.distributed.distributed import Distributed
 
@@ -41,7 +41,6 @@ REPLACED = ".replaced"
 """Suffix of an older checkpoint of the same update while a newer one replaces it."""
 PARTIAL = ".partial-step-"
 """Prefix of a checkpoint that is still being written."""
-LATEST = "latest"
 """Link to the newest checkpoint, for people and scripts; the loader does not use it."""
 RECORDED_VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "lockstep-rl")
 LOADED_SUFFIXES = (".pt", ".safetensors")

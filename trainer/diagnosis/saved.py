@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import read_rollouts
+from lockstep.rollout.system.plain_files import behind_link
 from lockstep.trainer.config.saved_config import read_saved
 
 RUN_SETTINGS = (
@@ -35,6 +36,7 @@ def find_rollouts(path: Path) -> Path:
     Its tokens were sampled by the weights that the run started from, which `model.path` still holds. Raises
     `ConfigError` if there is none.
     """
+    path = behind_link(path)
     if path.is_file():
         return path
     steps = sorted(path.glob("step-*.jsonl")) or sorted((path / "rollouts").glob("step-*.jsonl"))

@@ -52,6 +52,7 @@ def run(
     console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
     chat = make_chat(config)
     if rollouts is not None:
+        console.print(f"rollouts     {rollouts}", markup=False)
         case = Case(name="saved_rollouts", purpose="rollouts saved by a run", rollouts=load_rollouts(rollouts))
         with open_examiner(config, chat, engine=None) as examiner:
             assert isinstance(examiner.policy, Policy)

@@ -32,6 +32,7 @@ from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import check_ids, read_rollouts
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.plain_files import behind_link
 from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
@@ -86,6 +87,7 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     Raises `ConfigError`, `DataError` or `CheckpointError` if an input is missing or damaged.
     """
     quiet_third_parties()
+    path = behind_link(path)
     run = path.resolve().parent.parent if step is None else path
     config = settings_of(run, overrides, sample=sample, trusts_run=trusts_run)
     if sample and not config.has_rollouts:
@@ -98,6 +100,7 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
         replayed = _Replay(run, config, distributed)
+        replayed.say(f"replay of      {redact_text(str(path))}")
         if named := outside_of(config) if sample else outside_of_update(config):
             used = redact_text(", ".join(named))
             replayed.say(f"code, programs, addresses and variables used with your rights: {used}")

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.diagnosis.saved import find_rollouts
 from lockstep.trainer.observe.saved_run import SavedRun
+from lockstep.trainer.tools.replay import replay
 from scripts import report
+from tests.fixtures.composed import composed
 from tests.fixtures.paths import ROOT
 
 
@@ -33,6 +37,26 @@ def test_the_name_of_a_run_may_be_typed(typed):
     train, shown = commands(ARGS=f"updates=2 run_root=elsewhere {typed}")
     assert train.endswith(f"run_root=elsewhere {typed}"), "the last value counts"
     assert shown.endswith("scripts/report.py elsewhere/mine")
+
+
+def test_settings_and_commands_name_what_a_link_leads_to_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "first" / "rollouts").mkdir(parents=True)
+    (tmp_path / "first" / "rollouts" / "step-000001.jsonl").touch()
+    (tmp_path / "latest").symlink_to("first")
+    assert composed(f"model.path={tmp_path}/latest/model").model.path == f"{tmp_path}/first/model"
+    assert composed("model.path=org/latest").model.path == "org/latest"
+    assert find_rollouts(tmp_path / "latest") == tmp_path / "first" / "rollouts" / "step-000001.jsonl"
+    asked: list[Path] = []
+
+    def settings(run: Path, *_: object, **__: object) -> None:
+        asked.append(run)
+        raise ConfigError("as far as this test goes")
+
+    monkeypatch.setattr("lockstep.trainer.tools.replay.settings_of", settings)
+    for path in ("latest", "latest/dumps/update-000001-try-1"):
+        with pytest.raises(ConfigError, match="as far"):
+            replay(tmp_path / path, step=1 if path == "latest" else None, sample=False, overrides=[])
+    assert asked == [tmp_path / "first", tmp_path / "first"]
 
 
 def test_a_link_is_followed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
