@@ -108,6 +108,8 @@ def type_problem(text: str) -> str:
     """Return OmegaConf's message on a value of the wrong type without class names."""
     if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
         return f"found {match.group(1)}, expected {match.group(2).lower()}"
+    if text.startswith("Key "):
+        return "it is not a setting"
     if text.endswith("is not Optional"):
         return "found null, expected a value"
     if "ListConfig" in text:

@@ -13,7 +13,6 @@ Shape legend: _B sequences, _T padded length, _D hidden size.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +25,8 @@ from lockstep.rewards.model.wide_linear import widen
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.loading import load_model
 from lockstep.rollout.models.stored_model import REWARD_MODEL
+from lockstep.rollout.replies import read_json, read_number
+from lockstep.rollout.system.plain_files import read_plain
 
 NORMALIZATION_FILE = "reward_normalization.json"
 """File beside the weights: gain and bias that normalize the rewards, and the part of the bias not in the weights."""
@@ -113,6 +114,15 @@ def load_reward_model(
 
 
 def remaining_bias(path: str | Path) -> float:
-    """Return the part of the bias that is not in the weights; 0 for models that Lockstep did not train."""
+    """Return the part of the bias that is not in the weights; 0 for models that Lockstep did not train.
+
+    Raises `ConfigError` for a damaged file.
+    """
     file = Path(path) / NORMALIZATION_FILE
-    return float(json.loads(file.read_text())["remaining_bias"]) if file.is_file() else 0.0
+    try:
+        return read_number(read_json(read_plain(file))["remaining_bias"]) if file.is_file() else 0.0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"reward.settings.model.path={path}: {NORMALIZATION_FILE} has no number `remaining_bias` "
+            f"({type(error).__name__}: {error}); restore the file that the training wrote"
+        ) from error

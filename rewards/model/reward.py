@@ -25,12 +25,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from lockstep.rewards.batches import BatchReward
 from lockstep.rewards.model.classifier import load_reward_model
 from lockstep.rewards.model.settings import ModelSettings
 from lockstep.rewards.model.tokenizing import chat_ids, text_ids
+from lockstep.rollout.chat.chat import load_tokenizer
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Message, Rollout
 
@@ -94,9 +95,30 @@ class ModelReward(ModelSettings):
             for score, (rollout, turn) in zip(scores, turns, strict=True)
         ]
 
+    def check(self) -> None:
+        """Load the tokenizers. Raises `ConfigError` if they, the stop or the device cannot be used."""
+        _ = self._policy_tokenizer, self._stop_rule
+        if self.input == "messages" and not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"reward.settings.model.path={self.path} has no chat template; name a model with one, or set "
+                "reward.settings.model.input=tokens"
+            )
+        if self.device not in (None, "auto"):
+            try:
+                device = torch.device(self.device)
+                is_there = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+            except (RuntimeError, TypeError):
+                is_there = False
+            if not is_there:
+                raise ConfigError(
+                    f"reward.settings.model.device={self.device}: found {torch.cuda.device_count()} GPUs; set "
+                    "reward.settings.model.device=null for that of the process, or cpu"
+                )
+
     def load(self) -> None:
         """Load model and tokenizers, outside the deadline of the first call."""
-        _ = self._model, self._tokenizer, self._stop_rule
+        _ = self._model
+        self.check()
 
     def _input_ids(self, rollout: Rollout, turn: int) -> list[int]:
         """Return the input of the reward model as its own token ids. turn: index of a call."""
@@ -118,13 +140,17 @@ class ModelReward(ModelSettings):
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        return self._load_tokenizer("path", self.path)
 
     @cached_property
     def _policy_tokenizer(self) -> PreTrainedTokenizerFast:
         if self.policy_path is None:
             return self._tokenizer
-        return AutoTokenizer.from_pretrained(self.policy_path, trust_remote_code=self.trust_remote_code)
+        return self._load_tokenizer("policy_path", self.policy_path)
+
+    def _load_tokenizer(self, name: str, path: str) -> PreTrainedTokenizerFast:
+        setting = f"reward.settings.model.{name}"
+        return load_tokenizer(path, setting=setting, trust_remote_code=self.trust_remote_code, template=None)
 
     @cached_property
     def _stop_rule(self) -> StopRule | None:

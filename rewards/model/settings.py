@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lockstep.rollout.errors import ConfigError
 
 INPUTS = ("messages", "tokens")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,18 @@ class ModelSettings:
             raise ConfigError(
                 "reward.settings.model.stop counts sampled tokens; set reward.settings.model.input=tokens with it"
             )
-        for name, count in (("batch_size", self.batch_size), ("max_tokens", self.max_tokens)):
-            if not isinstance(count, int) or count < 1:
+        for name, least in (("batch_size", 1), ("max_tokens", 1), ("stop_after", 0)):
+            if type(count := getattr(self, name)) is not int or count < least:
                 raise ConfigError(
-                    f"reward.settings.model.{name}={count} must be at least 1; leave it out for the default"
+                    f"reward.settings.model.{name}={count} must be a whole number of at least {least}; leave it out "
+                    "for the default"
                 )
+        if type(self.rejected) not in (int, float) or not math.isfinite(self.rejected):
+            raise ConfigError(
+                f"reward.settings.model.rejected={self.rejected}: expected a number; leave it out for the default"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(
+                f"reward.settings.model.dtype={self.dtype}: expected one of {', '.join(DTYPES)}; leave it out for the "
+                "default"
+            )

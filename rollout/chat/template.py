@@ -54,7 +54,7 @@ _QUESTION = {"role": "user", "content": "x"}
 CACHED_PROMPTS = 64
 """Groups that are likely to begin at the same time; a prompt of a thousand tokens takes some 10 kB."""
 
-_RENDERING_ERRORS = (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError)
+RENDERING_ERRORS = (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError)
 
 
 class History(StrEnum):
@@ -301,10 +301,10 @@ class TemplateRenderer:
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, opens_turn: bool) -> str:
         try:
             return self._apply_template(messages, tools, opens_turn=opens_turn)
-        except _RENDERING_ERRORS as error:
+        except RENDERING_ERRORS as error:
             as_text = _with_text_arguments(messages)
             if as_text is not None:
-                with contextlib.suppress(*_RENDERING_ERRORS):
+                with contextlib.suppress(*RENDERING_ERRORS):
                     return self._apply_template(as_text, tools, opens_turn=opens_turn)
             roles = " ".join(str(message["role"]) for message in messages[-8:])
             raise TemplateError(

@@ -28,7 +28,7 @@ NAMES = (
 )
 """Ends of secret names, after a separator or at the start. `max_tokens`, `token_budget` and `num_tokens` are counts."""
 COUNTS = re.compile(
-    r"(^|[._-])(max|min|num|n|total|new|completion|prompt|stop|special|extra|sampled|pad|eos|bos|unk)[_-]tokens?$",
+    r"(^|[._-])(max|min|num|n|total|new|completion|prompt|query|response|stop|special|extra|sampled|pad|eos|bos|unk)[_-]tokens?$",
     re.IGNORECASE,
 )
 _NAME = re.compile(rf"(^|[._-])({'|'.join(NAMES)})$", re.IGNORECASE)

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from lockstep.rewards.model.classifier import refuse_labels
+from lockstep.rewards.model.classifier import refuse_labels, remaining_bias
+from lockstep.rewards.model.reward import ModelReward
 from lockstep.rewards.resolve import MODEL
 from lockstep.rollout.chat.chat import generation_stops, load_tokenizer, vocabulary_difference
 from lockstep.rollout.errors import ConfigError
@@ -154,5 +155,7 @@ def _refuse_unfit_reward_model(settings: Mapping[str, Any]) -> None:
     source = {"setting": "reward.settings.model.path", "trust_remote_code": bool(settings.get("trust_remote_code"))}
     own = read_config(path, **source)
     refuse_labels(own, f"reward.settings.model.path={path}")
+    remaining_bias(path)
+    ModelReward(**settings).check()
     stored_model(REWARD_MODEL, path, own, **source)
     refuse_outside("reward.settings.model.path", path, own.get_text_config().vocab_size, vocabulary(path, **source))

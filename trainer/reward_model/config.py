@@ -32,10 +32,10 @@ class ComparisonData:
     split: str = setting("train", "split of a hub data set")
     heldout_path: str | None = setting(None, "comparisons for evaluation; null: none")
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
-    max_comparisons: int | None = setting(None, "number of comparisons used, after shuffling; null: all")
-    query_tokens: int | None = setting(None, "longer queries keep their beginning [tokens]; null: no limit")
-    response_tokens: int | None = setting(None, "longer responses keep their beginning [tokens]; null: no limit")
-    max_tokens: int | None = setting(2048, "longer sequences keep their end [tokens]; null: no limit")
+    max_comparisons: int | None = setting(None, "number of comparisons used, after shuffling; null: all", low=1)
+    query_tokens: int | None = setting(None, "longer queries keep their beginning [tokens]; null: no limit", low=1)
+    response_tokens: int | None = setting(None, "longer responses keep their beginning [tokens]; null: no limit", low=1)
+    max_tokens: int | None = setting(2048, "longer sequences keep their end [tokens]; null: no limit", low=1)
 
 
 @dataclass
@@ -49,18 +49,18 @@ class NormalizationConfig:
     response_tokens: int = setting(24, "length of a sampled response [tokens]", low=1)
     temperature: float = setting(0.7, "sampling temperature", above=0)
     stop: str | None = setting(None, "token that ends a response for the score; null: none")
-    stop_after: int = setting(0, "first index at which the stop counts [tokens]")
+    stop_after: int = setting(0, "first index at which the stop counts [tokens]", low=0)
 
 
 @dataclass
 class RewardModelConfig:
-    seed: int = setting(0, "seed of data order, head and sampling; ranks sample with seed + rank x 100003")
+    seed: int = setting(0, "seed of data order, head and sampling; ranks sample with seed + rank x 100003", low=0)
     run_root: str = setting("runs", "directory that holds run directories")
     run_name: str | None = setting(None, "name of the run directory; null: reward_model and the time")
     epochs: int = setting(1, "epochs over the comparisons; more than one overfits the labels", low=1)
     batch_size: int = setting(32, "comparisons per optimizer step, over all ranks", low=1)
     microbatch_size: int = setting(8, "maximal number of comparisons per forward pass on one rank", low=1)
-    eval_every: int = setting(0, "optimizer steps between evaluations on data.heldout_path; 0: only at the end")
+    eval_every: int = setting(0, "optimizer steps between evaluations on data.heldout_path; 0: only at the end", low=0)
     model: RewardModelSettings = field(default_factory=RewardModelSettings)
     data: ComparisonData = field(default_factory=ComparisonData)
     normalization: NormalizationConfig = field(default_factory=NormalizationConfig)

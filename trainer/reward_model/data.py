@@ -21,9 +21,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.rewards.model.tokenizing import chat_ids, text_ids
-from lockstep.rollout.errors import DataError, TemplateError
+from lockstep.rollout.chat.chat import load_tokenizer
+from lockstep.rollout.errors import ConfigError, DataError, TemplateError
+from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.data.datasets import json_or_text
 from lockstep.trainer.data.reader import Row, Rows, every
+from lockstep.trainer.engines.named_models import longest_context, refuse_outside, vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +60,36 @@ class Lengths:
     """Longer sequences keep their end, where the score is read."""
 
 
+def read_tokenizer(path: str, *, setting: str, trust_remote_code: bool) -> tuple[PreTrainedTokenizerFast, int | None]:
+    """Load the tokenizer of a model; return it with the longest context of the model, if its config says so.
+
+    Raises `ConfigError`: no tokenizer or config can be loaded, or the model lacks ids of the tokenizer.
+    """
+    config = read_config(path, setting=setting, trust_remote_code=trust_remote_code)
+    ids = vocabulary(path, setting=setting, trust_remote_code=trust_remote_code)
+    if ids is None:
+        raise ConfigError(f"{setting}={path} has no tokenizer; save that of the model there (`save_pretrained`)")
+    refuse_outside(setting, path, config.get_text_config().vocab_size, ids)
+    tokenizer = load_tokenizer(path, setting=setting, trust_remote_code=trust_remote_code, template=None)
+    return tokenizer, longest_context(config)
+
+
 def read_comparisons(
     rows: Rows | Iterable[Row], tokenizer: PreTrainedTokenizerFast, lengths: Lengths, *, of: str = "comparisons"
 ) -> list[Comparison]:
-    """Read all rows in order. of: name of the data set. Raises `DataError` with the places of rows of another form."""
+    """Read all rows in order. of: name of the data set.
+
+    Raises `DataError` with the places of rows of another form, and if no response differs from the others of its row.
+    """
     records = Rows.of(rows).records()
-    return [
-        found for _, found in every(((at, partial(_read, read, tokenizer, lengths)) for at, read in records), of=of)
-    ]
+    read = every(((at, partial(_read, one, tokenizer, lengths)) for at, one in records), of=of)
+    comparisons = [found for _, found in read]
+    if all(len(set(comparison.sequences)) == 1 for comparison in comparisons):
+        raise DataError(
+            f"{of}: the responses of each row are the same tokens, so there is nothing to learn; expected others, also "
+            "after the cuts to data.response_tokens and data.max_tokens, and a chat template that shows them"
+        )
+    return comparisons
 
 
 def _read(read: Callable[[], Row], tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> Comparison:
@@ -125,7 +150,9 @@ def query_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, length
     prompt = row.get("prompt") if row.get("prompt") is not None else row.get("query")
     response = row["chosen"] if row.get("chosen") is not None else next(iter(row.get("responses") or []), "")
     if isinstance(prompt, str) and isinstance(response, str):
-        return text_ids(tokenizer, prompt)[: lengths.query]
+        if ids := text_ids(tokenizer, prompt)[: lengths.query]:
+            return ids
+        raise DataError("a row has an empty prompt; expected at least one token to sample from")
     messages = conversation(prompt, response)
     if messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]

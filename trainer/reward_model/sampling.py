@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from lockstep.rewards.model.reward import StopRule, token_id_of
 from lockstep.rewards.model.tokenizing import text_ids
@@ -21,7 +21,7 @@ from lockstep.rollout.models.loading import load_model
 from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
 from lockstep.trainer.data.datasets import load_rows
 from lockstep.trainer.reward_model.config import RewardModelConfig
-from lockstep.trainer.reward_model.data import Lengths, query_ids
+from lockstep.trainer.reward_model.data import Lengths, query_ids, read_tokenizer
 
 SEED_STRIDE = 100_003
 """Difference between the seeds of ranks ("Use different seeds for different processes", same source)."""
@@ -43,10 +43,8 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
         return []
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     path = settings.model_path or config.model.path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"normalization: {path} has no loadable tokenizer ({error})") from error
+    setting = "normalization.model_path" if settings.model_path else "model.path"
+    tokenizer, context = read_tokenizer(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
     rows = load_rows(settings.queries_path or config.data.path, config.data.split)
     order = np.random.default_rng([config.seed, 1]).permutation(len(rows))
     # With more samples than rows, queries are reused for further responses.
@@ -65,12 +63,14 @@ def normalization_samples(config: RewardModelConfig) -> list[list[int]]:
     if all(isinstance(row.get("response"), str) for row in own):
         responses = [text_ids(tokenizer, row["response"], special_tokens=False) for row in own]
     else:
+        longest = max(map(len, queries)) + settings.response_tokens
+        if context is not None and longest > context:
+            raise ConfigError(
+                f"normalization.response_tokens={settings.response_tokens}: with the longest query that is {longest} "
+                f"tokens, and {path} has positions for {context}; lower it, or data.query_tokens"
+            )
         model = load_model(
-            LANGUAGE_MODEL,
-            path,
-            setting="normalization.model_path" if settings.model_path else "model.path",
-            dtype="float32",
-            trust_remote_code=config.model.trust_remote_code,
+            LANGUAGE_MODEL, path, setting=setting, dtype="float32", trust_remote_code=config.model.trust_remote_code
         )
         # The ranks have not met yet, so torch has no default GPU for this one.
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoTokenizer
 
 from lockstep.rewards.model.padding import pad
 from lockstep.rollout.errors import ConfigError, TrainingError
@@ -27,7 +26,7 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.objective.whitening import moments
 from lockstep.trainer.observe.metrics_log import MetricsLog
 from lockstep.trainer.reward_model.config import RewardModelConfig
-from lockstep.trainer.reward_model.data import Comparison, Lengths, read_comparisons
+from lockstep.trainer.reward_model.data import Comparison, Lengths, read_comparisons, read_tokenizer
 from lockstep.trainer.reward_model.losses import best_of_n_loss
 from lockstep.trainer.reward_model.model import Normalization, fit, make_model, save
 from lockstep.trainer.reward_model.sampling import normalization_samples
@@ -52,16 +51,22 @@ class RewardModelTraining:
         self._distributed = distributed
         self._samples = samples
         torch.manual_seed(config.seed)
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
+        trust = config.model.trust_remote_code
+        self._tokenizer, context = read_tokenizer(config.model.path, setting="model.path", trust_remote_code=trust)
         self._comparisons = self._load(config.data.path, config.data.split, shuffled=True)
         self._heldout = (
             self._load(config.data.heldout_path, config.data.heldout_split, shuffled=False)
             if config.data.heldout_path
             else []
         )
-        model = make_model(config, distributed, pad_token_id=self._tokenizer.pad_token_id)
+        every_one = (sequence for one in (*self._comparisons, *self._heldout) for sequence in one.sequences)
+        longest = max(map(len, every_one))
+        if context is not None and longest > context:
+            raise ConfigError(
+                f"data.max_tokens={config.data.max_tokens}: the longest response with its query is {longest} tokens, "
+                f"and model.path={config.model.path} has positions for {context}; set data.max_tokens={context}"
+            )
+        model = make_model(config, distributed, pad_token_id=self._tokenizer.pad_token_id)  # type: ignore[arg-type]  # stubs
         self._module = distributed.prepare(model, make_optimizer(model, config.optimizer))
         self._normalization = Normalization()
         self.num_updates = 0

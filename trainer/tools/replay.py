@@ -40,7 +40,7 @@ from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.collect.groups import Collected, is_kept
-from lockstep.trainer.compose import schema, to_config
+from lockstep.trainer.compose import schema, to_config, type_problem
 from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
 from lockstep.trainer.config.groups.task_settings import RewardConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
@@ -148,8 +148,10 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
         config = to_config(OmegaConf.merge(schema(), saved, given))  # type: ignore[arg-type]
         asked = outside_of(to_config(OmegaConf.merge(schema(), given)))  # type: ignore[arg-type]
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        first, _, _ = str(error).partition("\n")
+        typed = " ".join([str(path), *redact_words(overrides)])
         raise ConfigError(
-            f"{' '.join([str(path), *redact_words(overrides)])} is not a valid configuration: {error}"
+            f"{typed} is not a valid configuration: {getattr(error, 'full_key', None) or 'it'}: {type_problem(first)}"
         ) from error
     config.resume, config.run_name = "never", None
     config.eval, config.data.heldout_path = EvalConfig(), None  # a replay evaluates nothing
@@ -194,10 +196,12 @@ def saved_step(run: Path, update: int, *, has_rollouts: bool = True) -> SavedSte
         found = f"found {saved[0].stem} to {saved[-1].stem}" if saved else "found no saved rollouts"
         raise ConfigError(f"{path} is missing, {found}; name another --step, or train with logger.save_rollouts=true")
     rollouts = tuple(read_rollouts(path)) if has_rollouts else ()
+    if has_rollouts and not rollouts:
+        raise ConfigError(f"{path} has no rollouts; name another --step")
     lines = read_metrics(run / "metrics.jsonl")
     # A batch that trained nothing repeats the update of the batch before it, so the first line is the right one.
     place = next((i for i, line in enumerate(lines) if line["step"] == update and line.get(BATCH) is not None), None)
-    if place is None or (has_rollouts and not rollouts):
+    if place is None:
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line for update {update}; name another --step")
     spans = [span.version for rollout in rollouts for call in rollout.calls for span in call.version_spans]
     before = lines[place - 1]["step"] if place else min(spans, default=0)

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import typing
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
@@ -31,12 +32,14 @@ from lockstep.rewards.workers import pool as isolation
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.errors import ConfigError, DataError, EvidenceError, LockstepError
 from lockstep.rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from lockstep.rollout.safe_text import MAX_CHARS
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.cli import explain
 from lockstep.trainer.compose import CONFIG_DIR, to_config
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.evaluate.results import PromptResult, SetResult, read_results, write_results
+from lockstep.trainer.setting import declarations
 from lockstep.trainer.tools.replay import saved_step, settings_of
 from lockstep.trainer.update.batch_dumps import ATTEMPT, read_dump
 from tests.fixtures.mutations import JSON, PLAIN, mutated
@@ -98,7 +101,9 @@ SETTINGS = [setting for setting in settings_below(Config) if setting[0] not in M
 
 @settings(max_examples=400)
 @given(st.lists(st.sampled_from(SETTINGS).flatmap(lambda s: st.tuples(st.just(s[0]), values_of(s[1]))), max_size=4))
-def test_a_configuration_is_accepted_or_refused_with_a_config_error(changes: list[tuple[str, Any]]) -> None:
+def test_a_configuration_without_a_model_is_refused_with_the_names_of_all_values_out_of_range(
+    changes: list[tuple[str, Any]],
+) -> None:
     config = Config()
     for name, value in changes:
         *path, last = name.split(".")
@@ -106,8 +111,13 @@ def test_a_configuration_is_accepted_or_refused_with_a_config_error(changes: lis
         for part in path:
             node = getattr(node, part)
         setattr(node, last, value)
-    with contextlib.suppress(ConfigError):
+    with pytest.raises(ConfigError) as refused:
         validate(config)
+    found = declarations(config)
+    wrong = {name for name, (declared, value) in found.items() if value is not None and declared.problem(value)}
+    said = str(refused.value)
+    assert said
+    assert len(said) >= MAX_CHARS or all(name in said for name in wrong)
 
 
 WORDS = st.sampled_from(
@@ -163,10 +173,16 @@ def test_an_engine_answer_is_evidence_or_refused(prompt_ids, sampled_ids, logpro
 
 @settings(max_examples=200)
 @given(offsets=st.lists(st.integers(-2, 6), max_size=5), ids=st.lists(st.integers(0, 9), max_size=5))
+@example(offsets=[0, 2, 3], ids=[2, 1, 3])
+@example(offsets=[0, 1, 3], ids=[1, 3, 1])
 def test_a_sampling_support_is_whole_or_refused(offsets: list[int], ids: list[int]) -> None:
     with contextlib.suppress(EvidenceError):
         support = SamplingSupport(offsets=np.array(offsets, dtype=np.int64), token_ids=np.array(ids, dtype=np.int32))
-        support.first_without([1] * (len(offsets) - 1))
+        kept = [ids[start:end] for start, end in pairwise(offsets)]
+        assert all(kept)
+        assert [one for part in kept for one in part] == ids
+        lacking = (place for place, one in enumerate(kept) if 1 not in one)
+        assert support.first_without([1] * len(kept)) == next(lacking, None)
 
 
 @settings(max_examples=100)
@@ -180,13 +196,13 @@ def test_an_attempt_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
 
 @settings(max_examples=60)
 @given(text=JSON.map(yaml.safe_dump) | st.text(max_size=20), line=JSON.map(json.dumps) | st.text(max_size=10))
-def test_files_of_a_run_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str, line: str) -> None:
+def test_random_files_of_a_run_are_refused(tmp_path_factory: pytest.TempPathFactory, text: str, line: str) -> None:
     run: Path = tmp_path_factory.mktemp("run")
     (run / "rollouts").mkdir()
     (run / "config.yaml").write_text(text, errors="replace")
     (run / "metrics.jsonl").write_text(line, errors="replace")
     (run / "rollouts" / "step-000001.jsonl").write_text(line.replace("\n", " "), errors="replace")
-    with contextlib.suppress(LockstepError):
+    with pytest.raises(LockstepError):  # it names no model
         settings_of(run, [], sample=True)
     with pytest.raises(LockstepError):
         saved_step(run, 1)
@@ -221,4 +237,6 @@ def test_results_of_an_evaluation_are_read_or_refused(tmp_path_factory: pytest.T
     content = data.draw(mutated(json.loads(path.read_text())) | JSON)
     path.write_text(json.dumps(content))
     with contextlib.suppress(DataError):
-        read_results(path, {"n": 2})
+        (found,) = {prompt for result in read_results(path, {"n": 2}) for prompt in result.prompts} or {PROMPT}
+        assert len(found.rewards) == len(found.passed) > 0
+        assert all(map(math.isfinite, found.rewards))

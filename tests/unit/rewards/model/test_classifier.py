@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
 
-from lockstep.rewards.model.classifier import RewardModel, load_reward_model
+from lockstep.rewards.model.classifier import NORMALIZATION_FILE, RewardModel, load_reward_model, remaining_bias
 from lockstep.rewards.model.padding import pad
 from lockstep.rollout.errors import ConfigError
 from tests.fixtures.reward_models import CLASSIFIERS, gpt2_classifier
@@ -40,6 +40,13 @@ def test_the_score_is_read_at_the_last_real_token_also_where_that_is_the_padding
 def alone(classifier, row):
     hidden = classifier.base_model(input_ids=torch.tensor([row])).last_hidden_state[0, -1]
     return classifier.score(hidden).item()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"remaining_bias": "x"}', '{"remaining_bias": NaN}', "[" * 9999])
+def test_a_damaged_normalization_is_refused(saved, text):
+    (saved / NORMALIZATION_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r"reward_normalization\.json has no number"):
+        remaining_bias(saved)
 
 
 def test_a_classifier_with_several_labels_is_refused():

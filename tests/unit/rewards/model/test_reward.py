@@ -96,6 +96,10 @@ def test_messages_go_through_the_template_of_the_reward_model(saved):
         ({"path": "x", "input": "text"}, "expected one of messages, tokens"),
         ({"path": "x", "stop": "."}, "input=tokens"),
         ({"path": "x", "batch_size": 0}, "at least 1"),
+        ({"path": "x", "max_tokens": True}, "at least 1"),
+        ({"path": "x", "stop_after": -1}, "at least 0"),
+        ({"path": "x", "rejected": float("nan")}, "expected a number"),
+        ({"path": "x", "dtype": "int8"}, "expected one of float32"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, says):
@@ -108,6 +112,24 @@ def test_a_stop_of_several_tokens_and_a_path_without_a_model_are_refused(saved, 
         token_id_of(make_tokenizer(), "he was")
     with pytest.raises(ConfigError, match="no loadable model config"):
         ModelReward(path=str(tmp_path / "nowhere")).load()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "has no chat template"),
+        ({"input": "tokens", "device": "foo"}, "device=foo: found 0 GPUs"),
+        ({"input": "tokens", "device": "cuda:7"}, "device=cuda:7: found 0 GPUs"),
+        ({"input": "tokens", "policy_path": "/nowhere"}, r"policy_path=/nowhere: no loadable tokenizer"),
+    ],
+)
+def test_tokenizers_and_device_are_checked_without_the_model(saved, monkeypatch, settings, says):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    (saved / "model.safetensors").unlink()
+    (saved / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=says):
+        ModelReward(path=str(saved), **settings).check()
+    ModelReward(path=str(saved), input="tokens", device="cpu").check()
 
 
 RULE = StopRule(token_ids=frozenset({13}), after=16)

@@ -26,7 +26,15 @@ def test_only_secrets_are_redacted():
     assert "hunter2" not in json.dumps(shown)
     assert shown["gateway"] == {"api_key": REDACTED, "port": 8000, "host": "127.0.0.1"}
     assert shown["settings"]["judge"]["api_key_env"] == "JUDGE_KEY"
-    plain = {"max_tokens": 5, "token_budget": 16384, "stop_token_ids": [1], "tokenizer": "x", "mode": "token_truncate"}
+    plain = {
+        "max_tokens": 5,
+        "query_tokens": "7:",
+        "response_tokens": "7:",
+        "token_budget": 16384,
+        "stop_token_ids": [1],
+        "tokenizer": "x",
+        "mode": "token_truncate",
+    }
     assert redact(plain) == plain
     assert redact({"token_level": "a", "importance_sampling_level": "token", "api_key": None}) == {
         "token_level": "a", "importance_sampling_level": "token", "api_key": None}  # fmt: skip

@@ -19,6 +19,11 @@ from lockstep.trainer.reward_model.config import RewardModelConfig, check
         ("optimizer.warmup_updates", -1, "must be at least 0"),
         ("optimizer.spike", "skip", "optimizer.spike=skip has no effect on reward model training"),
         ("logger.print_rollouts", 3, "has no effect"),
+        ("data.query_tokens", -1, "must be at least 1"),
+        ("data.response_tokens", 0, "must be at least 1"),
+        ("data.max_tokens", -3, "must be at least 1"),
+        ("data.max_comparisons", 0, "must be at least 1"),
+        ("normalization.stop_after", -1, "must be at least 0"),
     ],
 )
 def test_invalid_settings_are_refused(path, value, sentence):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lockstep.demo.preferences.language import make_tokenizer
-from lockstep.rollout.errors import DataError
-from lockstep.trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons
-from tests.fixtures.reward_models import chat_tokenizer, said
+from lockstep.rollout.errors import ConfigError, DataError, LockstepError
+from lockstep.trainer.reward_model.config import RewardModelConfig
+from lockstep.trainer.reward_model.data import Comparison, Lengths, query_ids, read_comparisons, read_tokenizer
+from lockstep.trainer.reward_model.sampling import normalization_samples
+from tests.fixtures.reward_models import chat_tokenizer, gpt2_classifier, said
 
 
 def test_all_forms_of_comparisons_are_read():
@@ -35,6 +39,38 @@ def test_rows_that_are_no_comparison_are_refused_by_number():
         )
     with pytest.raises(DataError, match="best=7"):
         Comparison(sequences=((1,), (2,)), best=7)
+
+
+def test_responses_that_are_the_same_tokens_in_every_row_are_refused():
+    rows = [{"prompt": "he was", "chosen": "happy .", "rejected": "happy sad"}] * 2
+    assert len(read_comparisons(rows, make_tokenizer(), Lengths())) == 2
+    with pytest.raises(DataError, match="there is nothing to learn"):
+        read_comparisons(rows, make_tokenizer(), Lengths(response=1))
+
+
+def test_a_tokenizer_is_read_with_the_context_of_its_model(tmp_path):
+    source = {"setting": "model.path", "trust_remote_code": False}
+    gpt2_classifier().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        read_tokenizer(str(tmp_path), **source)
+    make_tokenizer().save_pretrained(tmp_path)
+    assert read_tokenizer(str(tmp_path), **source)[1] == 128
+    config = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="ids beyond the 5 of the model"):
+        read_tokenizer(str(tmp_path), **source)
+
+
+def test_samples_that_exceed_the_context_and_empty_prompts_are_refused(tmp_path):
+    gpt2_classifier().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    config = RewardModelConfig()
+    config.model.path, config.data.path = str(tmp_path), str(tmp_path / "rows.jsonl")
+    config.normalization.num_samples, config.normalization.response_tokens = 2, 127
+    for prompt, says in (("he was", "longest query"), ("", "empty prompt")):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "chosen": "happy", "rejected": "sad"}))
+        with pytest.raises(LockstepError, match=says):
+            normalization_samples(config)
 
 
 def test_a_prompt_beside_whole_conversations_is_ignored():
