@@ -49,6 +49,7 @@ from lockstep.trainer.diagnosis.token_classes import TokenTexts
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.engines.start import check_engine
+from lockstep.trainer.engines.teacher_prompts import FIELD, SOLUTION
 from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 from lockstep.trainer.model.layers.routing import refuse_dense
 from lockstep.trainer.model.memory_plan import GIB
@@ -140,7 +141,7 @@ def _show(config: Config) -> None:
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
     launcher = program("python") if distributed.world_size == 1 else f"{program('accelerate')} launch ..."
     console.print(Rule(style="dim"))
-    for warning in unrewarded_answers(rollouts):
+    for warning in (*unrewarded_answers(rollouts), *unknown_names(config, rollouts)):
         run_console.warn(warning)
     problems = [] if too_large is None else [f"the run does not fit into memory: {too_large}"]
     if problems := [*problems, *untrainable(config, rollouts)]:
@@ -283,6 +284,16 @@ def unrewarded_answers(rollouts: Sequence[Rollout]) -> list[str]:
         )
         for rollout in rollouts
         if rollout.rewards and rollout.reward <= 0 and answer_of(rollout.example)[0] != PLACEHOLDER
+    ]
+
+
+def unknown_names(config: Config, rollouts: Sequence[Rollout]) -> list[str]:
+    """Return a sentence per name of teacher.context that the rollouts lack. An environment may report it later."""
+    known = {SOLUTION, *(name for one in rollouts for name in (*one.example, *one.outcome))}
+    return [
+        f"teacher.context names {{{name}}}, which these rows lack; expected names of {', '.join(sorted(known))}"
+        for name in dict.fromkeys(FIELD.findall(config.teacher.context or ""))
+        if name not in known
     ]
 
 

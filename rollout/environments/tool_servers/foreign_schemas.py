@@ -32,6 +32,8 @@ START_S = 120.0
 """Time for the host to start [s]."""
 ATTEMPTS = 3
 """Attempts of a check whose host was killed meanwhile, for the check of another."""
+SLOW = ('"pattern', '"uniqueItems')
+"""Keywords whose checks can take more than proportional time: a set of numbers and texts is compared in pairs."""
 _sound: set[str] = set()
 """Schemas that were checked."""
 _ready: WeakSet[Host] = WeakSet()
@@ -78,9 +80,9 @@ def schema_text(tool: Mapping[str, Any]) -> str:
 async def refuse_wrong(schema: str, arguments: Mapping[str, Any], *, is_own: bool = False) -> None:
     """Raise `BadArgumentsError` for those that a schema refuses, `ToolServerError` if the check takes too long.
 
-    is_own: the schema is that of a Python function, so only a pattern can make its check long.
+    is_own: the schema is that of a Python function, so only `SLOW` can make its check long.
     """
-    if is_own and '"pattern' not in schema:
+    if is_own and not any(word in schema for word in SLOW):
         problem = arguments_problem(schema, arguments)
     else:
         problem = await _ask("arguments", schema, arguments=arguments)

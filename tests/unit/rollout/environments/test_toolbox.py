@@ -7,7 +7,7 @@ import functools
 import json
 import threading
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given, settings
@@ -118,7 +118,23 @@ def spell(word: Annotated[str, Field(pattern="^(a+)+$")]) -> str:
     return "-".join(word)
 
 
-async def test_a_pattern_that_backtracks_does_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch):
+def count_words(words: set[str | int]) -> int:
+    """Count words.
+
+    Args:
+        words: the words
+    """
+    return len(words)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [(spell, {"word": "a" * 40 + "x"}), (count_words, {"words": [*map(str, range(4000)), *range(4000)]})],
+)
+async def test_a_check_that_takes_long_does_not_stop_the_loop(
+    function: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """A pattern that backtracks, and a set that is compared in pairs."""
     monkeypatch.setattr(foreign_schemas, "CHECK_S", 1.0)
     ticks = 0
 
@@ -129,10 +145,13 @@ async def test_a_pattern_that_backtracks_does_not_stop_the_loop(monkeypatch: pyt
             ticks += 1
 
     ticking = asyncio.create_task(tick())
-    answered = await call(spell, {"word": "a" * 40 + "x"}, timeout_s=30.0)
+    answered = await call(function, arguments, timeout_s=30.0)
     ticking.cancel()
     assert answered.fault is ToolFault.SERVER
     assert ticks > 10
+
+
+async def test_a_pattern_of_a_python_function_is_checked():
     assert (await call(spell, {"word": "aaa"})).content == "a-a-a"
     assert (await call(spell, {"word": "b"})).fault is ToolFault.BAD_ARGUMENTS
 

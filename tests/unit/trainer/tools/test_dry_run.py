@@ -29,6 +29,7 @@ from lockstep.trainer.tools.dry_run import (
     preview,
     run_counts,
     sampled_answer,
+    unknown_names,
 )
 from tests.fixtures.composed import DEMO, composed
 from tests.fixtures.models import tiny_qwen3
@@ -118,6 +119,15 @@ class TestMask:
         rollout, _ = await previewed({"prompt": "\x1b]0;owned\x07", "answer": "\x1b[31mred"})
         (row,) = rows_from_calls(rollout.calls)
         assert not set("\x1b\x07") & set(masked_text(row, TokenTexts(TOKENIZER), marks=("", "")).plain)
+
+
+def test_a_name_of_the_teachers_context_that_rows_lack_is_named() -> None:
+    rollout = Rollout(rollout_id=0, group_id=0, calls=(), example={"answer": "1"}, outcome={"feedback": "none"})
+    config = Config()
+    assert unknown_names(config, [rollout]) == []
+    config.teacher.context = "{solution} {feedback} {answer} {anser} {0.x}"
+    (sentence,) = unknown_names(config, [rollout])
+    assert "names {anser}, which these rows lack; expected names of answer, feedback, solution" in sentence
 
 
 class TestCounts:
