@@ -20,6 +20,7 @@ from lockstep.rollout.gateway.server import GatewaySettings
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.policy import Policy
 
 CHAT_LIMIT_S = 300.0
@@ -37,12 +38,10 @@ def load_policy(config: Config) -> Policy:
     return Policy.from_pretrained(
         config.model.path,
         dtype="float32",  # master weights; trainer/distributed/distributed.py chooses the mixed precision
-        attn_implementation=config.attention,
-        gradient_checkpointing=config.is_checkpointed,
         is_compiled=config.model.compile,
         trust_remote_code=config.model.trust_remote_code,
-        compute_dtype=config.model.dtype,
         lora=config.model.lora,
+        **decoder_setup(config),
     )
 
 

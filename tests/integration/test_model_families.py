@@ -61,10 +61,7 @@ def engine_of(path: Path, directory: Path, **settings: Any) -> Iterator[Embedded
             path,
             loop=loop,
             log_path=directory / "engine.log",
-            max_model_len=320,
-            kv_cache_gib=0.0625,
-            num_threads=1,
-            **settings,
+            **{"max_model_len": 320, "kv_cache_gib": 0.0625, "num_threads": 1, **settings},
         )
         try:
             yield engine

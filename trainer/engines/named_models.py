@@ -24,6 +24,7 @@ from lockstep.rollout.models.stored_model import (
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.critic import role_of
 from lockstep.trainer.model.decoder import packable_config
+from lockstep.trainer.model.layers.rotary import DYNAMIC, original_lengths
 from lockstep.trainer.model.lora import refuse_unfit_adapters
 from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
 
@@ -65,6 +66,8 @@ def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: b
             refuse_non_finite(stored.non_finite(), setting=setting, path=path)
         _refuse_other_ids(config, setting, path, own, policy)
         _refuse_short(config, setting, path, own)
+        if trains and config.has_rollouts and setting != "teacher.path":
+            _refuse_rotary(config, setting, path, own, say)
     if trains and MODEL in config.reward.functions:
         _refuse_unfit_reward_model(config.reward.settings[MODEL])
     refuse_unfit_adapters(config, policy)
@@ -110,6 +113,28 @@ def _refuse_short(config: Config, setting: str, path: str, own: PreTrainedConfig
         raise ConfigError(
             f"rollout.max_model_len={needed} is more than {setting}={path} has positions for, {limit} in its "
             f"config.json; set rollout.max_model_len={limit} or less"
+        )
+
+
+def _refuse_rotary(config: Config, setting: str, path: str, own: PreTrainedConfig, say: Callable[[str], None]) -> None:
+    """Raise `ConfigError` for frequencies by the length of a row that engine and trainer cannot share; say which they
+    take."""
+    context = config.engine_context
+    for kind, original in original_lengths(own).items():
+        if context <= original:
+            continue
+        shorter = f"rollout.max_model_len={config.rollout.max_model_len - context + original}"
+        if kind == DYNAMIC or own.model_type == "phimoe":
+            other = "none by length" if kind == DYNAMIC else "other factors than transformers"
+            raise ConfigError(
+                f"{setting}={path} has {kind} rotary positions, whose frequencies change for rows of more than "
+                f"{original} tokens; the engine has {other}, so it would sample from another model than is trained. "
+                f"Set {shorter} or less"
+            )
+        say(
+            f"{setting}={path}: engine and trainer use the long factors of its longrope positions for every row, "
+            f"because the context of {context} tokens exceeds original_max_position_embeddings={original}; serve the "
+            f"trained model with a context as long. With {shorter} they use the short ones"
         )
 
 

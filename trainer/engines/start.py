@@ -21,6 +21,7 @@ from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.named_models import refuse_unfit_models
+from lockstep.trainer.model.layers.rotary import LONGROPE, original_lengths
 from lockstep.trainer.model.lora import adapter_settings
 from lockstep.trainer.model.memory_plan import cache_gib
 from lockstep.trainer.model.quantized_base import stored_method
@@ -117,6 +118,13 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
             raise ConfigError(
                 f"{engine.name} has a context of {engine.context} tokens, expected {config.engine_context}; "
                 f"restart it with --max-model-len {config.engine_context}, or set rollout.max_model_len={fitting}"
+            )
+        original = original_lengths(model).get(LONGROPE)
+        if original is not None and config.engine_context <= original < engine.context:
+            raise ConfigError(
+                f"{engine.name} has a context of {engine.context} tokens, so it uses the long factors of the model's "
+                f"longrope positions, and the run with rollout.max_model_len={settings.max_model_len} the short ones; "
+                f"restart it with --max-model-len {config.engine_context}"
             )
         if config.replays_engine and not engine.returns_routes:
             raise ConfigError(

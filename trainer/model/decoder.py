@@ -24,7 +24,7 @@ from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.groups.model_settings import ATTENTIONS
 from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.model.layers import autocast, chunked_attention, experts, packed_attention, recurrent
+from lockstep.trainer.model.layers import autocast, chunked_attention, experts, packed_attention, recurrent, rotary
 from lockstep.trainer.model.quantized_base import refuse_quantized
 
 AUTO = "auto"
@@ -50,6 +50,8 @@ class DecoderSetup(TypedDict, total=False):
     """Keep only the inputs of layers between forward and backward."""
     compute_dtype: torch.dtype | str | None
     """Dtype of mixed precision, on which FlashAttention depends; None: dtype of the weights."""
+    engine_context: int | None
+    """Context of the engines that sample the rows [tokens], which rotary positions depend on; None without engines."""
 
 
 def decoder_setup(config: Config) -> DecoderSetup:
@@ -57,6 +59,7 @@ def decoder_setup(config: Config) -> DecoderSetup:
         "attn_implementation": config.attention,
         "gradient_checkpointing": config.is_checkpointed,
         "compute_dtype": config.model.dtype,
+        "engine_context": config.engine_context if config.has_rollouts else None,
     }
 
 
@@ -84,6 +87,7 @@ def prepare(
     attn_implementation: str = AUTO,
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | str | None = None,
+    engine_context: int | None = None,
 ) -> None:
     """Set a model up for packs, in place, and leave it in train mode, which without randomness equals eval mode.
 
@@ -94,6 +98,7 @@ def prepare(
     refuse_unpackable(model)
     packed_attention.register()
     recurrent.isolate_rows(model)
+    rotary.isolate_rows(model, engine_context)
     autocast.cast_embeddings(model)
     experts.cast_experts(model)
     experts.keep_float32_routers(model)

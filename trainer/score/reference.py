@@ -15,6 +15,7 @@ from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.critic import policy_of
+from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.lora import is_adapted
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.score.scorer import Scorer
@@ -54,10 +55,9 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
     copy = Policy.from_pretrained(
         config.model.reference_path or config.model.path,
         dtype=config.model.dtype if distributed.uses_deepspeed else "float32",
-        compute_dtype=config.model.dtype,
         is_compiled=config.model.compile,
-        attn_implementation=config.attention,
         trust_remote_code=config.model.trust_remote_code,
         setting="model.reference_path",
+        **decoder_setup(config) | {"gradient_checkpointing": False},
     )
     return Reference(Scorer(distributed.prepare_frozen(copy), distributed, **settings))

@@ -22,6 +22,7 @@ from lockstep.trainer.batch.prefixes import token_keys
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.decoder import can_share_prefixes
+from lockstep.trainer.model.layers.rotary import longest_shared
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks import isolation, layer_precision
 from lockstep.trainer.score.token_budget import TokenBudget
@@ -48,13 +49,14 @@ class Scorer:
         self._distributed = distributed
         self._temperature = temperature
         self._with_routes = with_routes
-        self._shares_prefixes = share_prefixes != "never" and can_share_prefixes(module)
+        shares = share_prefixes != "never" and can_share_prefixes(module)
+        self._longest_shared = longest_shared(module) if shares else 0
         self.budget = TokenBudget(token_budget, distributed)
 
     def plan(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> Plan:
         """Assign rows (indices) to ranks and packs."""
         num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
-        if self._shares_prefixes:
+        if self._shares_prefixes(batch, rows):
             keys = [token_keys(batch.rows[row]) if self._with_routes else batch.rows[row].ids for row in rows]
             share = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
         else:
@@ -70,10 +72,13 @@ class Scorer:
             batch.rows,
             pack,
             batch.layout,
-            share_prefixes=self._shares_prefixes,
+            share_prefixes=self._shares_prefixes(batch, pack),
             with_routes=self._with_routes,
             device=self._distributed.device,
         )
+
+    def _shares_prefixes(self, batch: StepBatch, rows: Sequence[int]) -> bool:
+        return max((len(batch.rows[row]) for row in rows), default=0) <= self._longest_shared
 
     def forward(self, packed: PackedBatch, **arguments: bool) -> tuple[Tensor, ...]:
         """Run the module on a pack, by default without entropy. arguments: further ones of its forward."""
@@ -144,7 +149,7 @@ class Scorer:
             if pack:
                 on_host = routes_L.cpu()
                 places = row_places(
-                    batch.rows, pack, share_prefixes=self._shares_prefixes, with_routes=self._with_routes
+                    batch.rows, pack, share_prefixes=self._shares_prefixes(batch, pack), with_routes=self._with_routes
                 )
                 for row, place in zip(pack, places, strict=True):
                     of_rows[starts[row] : starts[row + 1]] = on_host[torch.from_numpy(place)]

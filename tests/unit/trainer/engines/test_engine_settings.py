@@ -30,6 +30,7 @@ from lockstep.trainer.engines.start import (
     start_engine,
 )
 from lockstep.trainer.tools.serve_engine import check_host, command, shell_line
+from tests.fixtures.broken_models import change_config
 from tests.fixtures.fake_server import KEY, SERVER_INFO, FakeServer
 from tests.fixtures.models import save_tiny_model
 
@@ -331,6 +332,26 @@ def test_a_server_whose_context_is_too_short_is_refused(
             loop.run(context.__aexit__(None, None, None))
     assert f"has a context of 64 tokens, expected {expected}; restart it with --max-model-len 65" in str(error.value)
     assert str(error.value).endswith(f"or set rollout.max_model_len={fitting}")
+
+
+def test_a_server_with_the_other_factors_of_longrope_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", KEY)
+    made = config(rollout__max_model_len=48)
+    made.model.path = str(save_tiny_model(tmp_path, tied=True))
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 56}
+    change_config(tmp_path, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors})
+    server = FakeServer()
+    with BackgroundLoop() as loop:
+        context = server.running()
+        loop.run(context.__aenter__())
+        try:
+            made.rollout.urls = [server.url]
+            with pytest.raises(ConfigError, match=r"context of 64 tokens.*long factors.*--max-model-len 48"):
+                connect_servers(made, loop=loop)
+        finally:
+            loop.run(context.__aexit__(None, None, None))
 
 
 def test_a_quantized_engine_needs_a_correction_per_token() -> None:

@@ -26,6 +26,7 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.named_models import longest_context, refuse_unfit_models
 from lockstep.trainer.model.lora import add_adapters
 from tests.fixtures.broken_models import FAULTS, change_config, change_tensors
+from tests.fixtures.families import SIZES
 from tests.fixtures.models import save_tiny_model, tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -301,3 +302,43 @@ def test_an_adapter_of_another_model_is_refused(sound: Path, tmp_path: Path) -> 
     config = configuration(sound / "policy")
     config.model.adapters = {"last": str(tmp_path)}
     assert "does not fit model.path" in refusal(config, trains=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "original", "said"),
+    [("longrope", 128, "engine and trainer use the long factors"), ("longrope", 256, None), ("dynamic", 256, None)],
+)
+def test_frequencies_by_the_length_of_a_row_are_named(
+    tmp_path: Path, kind: str, original: int, said: str | None
+) -> None:
+    save_scaled(tmp_path, kind, original)
+    (sentence,) = check(configuration(tmp_path, algorithm__kl_coef=0.0, algorithm__advantage="grpo")) or [None]
+    assert said is None if sentence is None else said is not None and said in sentence
+    if said is not None:
+        assert "serve the trained model with a context as long. With rollout.max_model_len=128" in str(sentence)
+
+
+def test_dynamic_frequencies_of_rows_beyond_the_original_length_are_refused(tmp_path: Path) -> None:
+    save_scaled(tmp_path, "dynamic", 128)
+    made = configuration(tmp_path)
+    assert "change for rows of more than 128 tokens" in (found := refusal(made))
+    assert found.endswith("Set rollout.max_model_len=128 or less")
+    made.algorithm.trains_on = "demonstrations"
+    assert check(made) == []
+
+
+def save_scaled(directory: Path, kind: str, original: int) -> None:
+    factors = {
+        "longrope": {
+            "short_factor": [1.0] * 16,
+            "long_factor": [4.0] * 16,
+            "original_max_position_embeddings": original,
+        },
+        "dynamic": {"factor": 4.0},
+    }[kind]
+    config = LlamaConfig(
+        **SIZES | {"max_position_embeddings": original if kind == "dynamic" else 512},
+        rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **factors},
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    chat_tokenizer("qwen3").save_pretrained(directory)
