@@ -17,7 +17,8 @@ BATCH_TOKENS = 8192
 """Tokens of a batch of the engine, in which it also splits longer prompts on a GPU. vLLM's default is 2,048."""
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "hybrid", "conv"})
 """Types of layers that carry a state from token to token, as transformers names them (`layer_types`)."""
-
+PHIMOE_THRESHOLD = 0.01
+"""Threshold of PhiMoE's router that vLLM has as a constant."""
 
 CPU_SCHEMES = ("fp8_per_channel",)
 """Those for which its CPU build has kernels."""
@@ -96,6 +97,11 @@ def engine_arguments(
         raise ConfigError(
             f"{path} normalizes the weights of the chosen experts (norm_topk_prob=true), which vLLM does not do for "
             "OLMoE; set model.path to a checkpoint with norm_topk_prob=false, as the published ones are"
+        )
+    if text.model_type == "phimoe" and text.router_jitter_noise != PHIMOE_THRESHOLD:
+        raise ConfigError(
+            f"{path} separates experts by router_jitter_noise={text.router_jitter_noise}, and vLLM by "
+            f"{PHIMOE_THRESHOLD} always; set model.path to a checkpoint with that value, as the published ones are"
         )
     return {**arguments, "hf_overrides": overrides} if overrides else arguments
 

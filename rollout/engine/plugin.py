@@ -22,6 +22,7 @@ from lockstep.rollout.engine.repairs import (
     cpu_rotary,
     cpu_router,
     cpu_routes,
+    head_bias,
     reload,
 )
 from lockstep.rollout.system.orphan_guard import exit_when_orphaned
@@ -37,6 +38,8 @@ TRANSPORTS = (
 )
 """Weight transfers: name, modules of the engine's and the trainer's side, and the beginning of their class names."""
 
+PHIMOE = "PhimoeForCausalLM"
+"""Name that transformers writes for the architecture that checkpoints of Microsoft and vLLM name PhiMoEForCausalLM."""
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -52,6 +55,7 @@ def register() -> None:
     """Entry point `lockstep`; may be called repeatedly. Raises `ValueError` for middleware under its former name."""
     if any(word.startswith("rollout.server.") for word in sys.argv):
         raise ValueError("--middleware: Lockstep's packages moved; write lockstep.rollout.server. for rollout.server.")
+    from vllm import ModelRegistry
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.platforms import current_platform
 
@@ -61,8 +65,11 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, receiver, f"{prefix}WeightTransferEngine")
         if name not in WeightTransferTrainerFactory._registry:
             WeightTransferTrainerFactory.register_engine(name, sender, f"{prefix}TrainerWeightTransferEngine")
+    if PHIMOE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(PHIMOE, "vllm.model_executor.models.phimoe:PhiMoEForCausalLM")
     logging.getLogger(RELOAD_LOGGER).addFilter(is_not_of_a_head)
     reload.install()
+    head_bias.install()
     adapters.install()
     if current_platform.is_cpu():
         cpu_logprobs.install()

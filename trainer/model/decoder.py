@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -36,8 +37,11 @@ PACKABLE_LAYERS = frozenset(
 """Layer types, as transformers names them, whose rows can be kept apart in a pack: by attention, by
 trainer/model/layers/recurrent.py, or because they do not mix tokens."""
 
-_RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop", "jitter")
-"""Substrings of config fields and module attributes that make a forward pass random."""
+_RANDOM = ("dropout", "drop_rate", "pdrop", "layerdrop")
+"""Substrings of config fields and module attributes that make a forward pass random unless they are 0."""
+_NOISY = "jitter"
+"""Substring of attributes of modules that add noise in train mode. They may be more than noise: PhiMoE's router samples
+experts in train mode, and in eval mode its jitter is the threshold between them."""
 
 
 class DecoderSetup(TypedDict, total=False):
@@ -242,7 +246,7 @@ def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torc
 
 
 def disable_randomness(model: nn.Module) -> None:
-    """Set every dropout and jitter to 0, in modules and configs.
+    """Set every dropout to 0, in modules and configs, and keep modules with jitter in eval mode.
 
     Gradient checkpointing needs train mode, but the sampler has no dropout, so neither may the trainer ("The N
     Implementation Details of RLHF with PPO", Hugging Face blog, 2023: dropout layers disabled). Attention layers copy
@@ -251,7 +255,18 @@ def disable_randomness(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if any(_NOISY in name for name in vars(module)):
+            module.train = partial(_train_children, module)
+            module.train()
         for holder in (module, *(value for value in vars(module).values() if isinstance(value, PreTrainedConfig))):
             for name, value in list(vars(holder).items()):
                 if isinstance(value, float) and any(part in name for part in _RANDOM):
                     setattr(holder, name, 0.0)
+
+
+def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Replace `train` of a module that stays in eval mode."""
+    module.training = False
+    for child in module.children():
+        child.train(mode)
+    return module

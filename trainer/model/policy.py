@@ -14,6 +14,7 @@ Shape legend: _L tokens of the pack, _T trained tokens of the pack, _D hidden si
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -197,7 +198,8 @@ class Policy(nn.Module):
             raise ConfigError(
                 f"{type(self.causal_lm).__name__}: log-probabilities from the fused head differ from the model's own "
                 f"forward ({found.tolist()} and {expected.tolist()}). It changes logits in a way that is not "
-                "supported; known are scale (logit_scale, logits_scaling), softcap (final_logit_softcapping) and bias"
+                "supported; known are scale (logit_scale, logits_scaling, lm_head_multiplier), softcap "
+                "(final_logit_softcapping) and bias"
             )
 
 
@@ -219,5 +221,5 @@ def fused_head(model: PreTrainedModel) -> FusedHead:
 def logit_settings(config: PreTrainedConfig) -> tuple[float, float | None]:
     """Return the scale and the softcap that the model applies to the output of its head."""
     settings = config.to_dict()
-    scale = settings.get("logit_scale") or 1.0 / (settings.get("logits_scaling") or 1.0)
-    return float(scale), settings.get("final_logit_softcapping")
+    factors = (settings.get(name) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+    return math.prod(factors) / (settings.get("logits_scaling") or 1.0), settings.get("final_logit_softcapping")
