@@ -256,7 +256,7 @@ def disable_randomness(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if any(_NOISY in name for name in vars(module)):
-            module.train = partial(_train_children, module)
+            vars(module)["train"] = partial(_train_children, module)
             module.train()
         for holder in (module, *(value for value in vars(module).values() if isinstance(value, PreTrainedConfig))):
             for name, value in list(vars(holder).items()):

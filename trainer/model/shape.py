@@ -69,9 +69,11 @@ class ModelShape:
         decoder = config.get_text_config()
         # Some configs use other names (GPT-2: n_head) and map the common ones to them.
         text = decoder.to_dict() | {name: getattr(decoder, name) for name in decoder.attribute_map}
+        layers = decoder.num_hidden_layers  # which some derive from a list of layers
         heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // heads
-        width = text.get("intermediate_size") or 4 * text["hidden_size"]
+        widths = text.get("intermediate_size") or 4 * text["hidden_size"]
+        width = max(widths) if isinstance(widths, list) else widths  # Gemma 3n has one per layer
         experts = num_experts(config)
         expert = (text.get("moe_intermediate_size") or width) if experts else 0
         shared = next((text[name] for name in SHARED_WIDTHS if text.get(name)), None)
@@ -83,7 +85,7 @@ class ModelShape:
             trained=sum(_numel(parameter) for parameter in module.parameters() if parameter.requires_grad),
             engine_parameters=sum(_numel(parameter) for parameter in policy.parameters()),
             largest=max(sizes),
-            layers=text["num_hidden_layers"],
+            layers=layers,
             hidden=text["hidden_size"],
             intermediate=(shared or expert * (text.get("n_shared_experts") or 0)) if experts else width,
             attention=heads * head_dim,
@@ -93,7 +95,7 @@ class ModelShape:
             experts=experts,
             chosen=int(text.get("num_experts_per_tok") or 0) if experts else 0,
             expert=expert,
-            norms=round((len(norms) - len(of_heads)) / text["num_hidden_layers"]) or 2,
+            norms=round((len(norms) - len(of_heads)) / layers) or 2,
             has_head_norms=bool(of_heads),
         )
 

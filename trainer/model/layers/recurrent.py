@@ -58,11 +58,22 @@ _row_lengths = WeakTensorKeyDictionary()
 
 def isolate_rows(model: nn.Module) -> None:
     """Let the recurrent layers of this model, and of others of its module, respect the rows of a pack; idempotent."""
+    for layer in recurrent_layers(model):
+        if "time_step_limit" in vars(layer):
+            vars(layer)["time_step_limit"] = time_step_limit(model)
     for module in {sys.modules[type(layer).__module__] for layer in recurrent_layers(model)}:
         for name, sequential in FUNCTIONS.items():
             function = getattr(module, name, None)
             if function is not None and not hasattr(function, "by_row"):
                 setattr(module, name, _row_by_row(function, sequential))
+
+
+def time_step_limit(model: Any) -> tuple[float, ...]:
+    """Return the limits of a model's time steps.
+
+    transformers limits those of Nemotron-H and Zamba2 from below by `time_step_min`, which is for initial values only.
+    """
+    return tuple(getattr(model.config.get_text_config(), "time_step_limit", None) or (0.0, float("inf")))
 
 
 def recurrent_layers(model: nn.Module) -> Iterator[nn.Module]:

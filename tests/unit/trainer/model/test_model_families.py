@@ -16,10 +16,12 @@ from lockstep.rollout.records import EngineCall, FinishReason
 from lockstep.rollout.weights.source import ZeroSource
 from lockstep.trainer.batch.packing import collate
 from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model import families
 from lockstep.trainer.model.layers import recurrent
 from lockstep.trainer.model.policy import Policy
-from tests.fixtures.families import FAMILIES, WINDOW, save_family
+from lockstep.trainer.model.shape import planned_shape
+from tests.fixtures.families import FAMILIES, WINDOW, plain_model, save_family
 from tests.integration import test_routing_replay
 
 
@@ -41,7 +43,7 @@ def test_packed_rows_have_the_scores_and_gradients_of_each_row_alone(family: str
     """Compare rows longer than the sliding window, in one pack, with the plain model under eager attention."""
     path = save_family(family, tmp_path)
     policy = Policy.from_pretrained(path)
-    plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    plain = plain_model(path)
     generator = torch.Generator().manual_seed(0)
     calls = []
     for length in (3 * WINDOW, 5, WINDOW + 1):
@@ -94,6 +96,16 @@ def test_merged_adapters_are_sent_as_peft_saves_them(family: str, tmp_path: Path
     for name, tensor in merged.items():
         torch.testing.assert_close(sent[name], tensor, msg=name)
     assert any(not torch.equal(sent[name], before[name]) for name in sent)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_measures_a_model_by_its_config(family: str, tmp_path: Path) -> None:
+    config = Config()
+    config.model.path = str(save_family(family, tmp_path))
+    shape = planned_shape(config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.layers == model.config.num_hidden_layers
 
 
 def test_a_family_that_is_listed_is_tested_and_the_reverse() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lockstep.trainer.batch.packing import collate, whole_row
 from lockstep.trainer.model.policy import Policy
+from tests.fixtures.families import plain_model
 from tests.fixtures.published import ORIGINAL, PUBLISHED, save_published
 
 LENGTHS = (100, 5, ORIGINAL, 17, ORIGINAL + 1)
@@ -26,7 +26,7 @@ def test_packed_rows_have_the_scores_and_gradients_of_each_row_alone(name: str, 
     start = 0
     gradient: dict[str, torch.Tensor] = {}
     for row in rows:
-        plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+        plain = plain_model(path)
         alone = torch.log_softmax(plain(row[None]).logits[0, :-1], -1).gather(1, row[1:, None])[:, 0]
         torch.testing.assert_close(found[start : start + len(alone)], alone, rtol=1e-4, atol=1e-4)
         start += len(alone)
