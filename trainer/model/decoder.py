@@ -166,7 +166,7 @@ def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch
     assert packed.prefixes is None or is_packed_rows, "shared prefixes need packed_rows: see `can_share_prefixes`"
     arguments: dict[str, Any] = {}
     if is_packed_rows:
-        arguments = {"attention_mask": packed_attention.no_mask(packed.ids.device), "packed": packed}
+        arguments = {"attention_mask": packed_attention.no_mask(packed), "packed": packed}
     elif attn_implementation.startswith("flash_attention"):
         longest = max(packed.row_lengths)
         arguments = {

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -51,12 +52,18 @@ def hide_from_compiler() -> None:
     AttentionInterface.register(PACKED_ROWS, torch.compiler.disable(packed_rows_attention))
 
 
-def no_mask(device: torch.device) -> torch.Tensor:
+_packs: Any = WeakTensorKeyDictionary()
+"""Pack of each mask in use, for models that do not pass `packed` on to their attention (StableLM, Nemotron)."""
+
+
+def no_mask(packed: PackedBatch) -> torch.Tensor:
     """Return an empty 4-D mask. transformers passes 4-D masks through, so it builds no L × L mask for the pack.
 
-    A model that does not pass `packed` on to its attention fails on this mask instead of letting rows see each other.
+    A model that passes neither it nor `packed` on to its attention fails instead of letting rows see each other.
     """
-    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+    mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=packed.ids.device)
+    _packs[mask] = packed
+    return mask
 
 
 def packed_rows_attention(
@@ -97,6 +104,8 @@ def packed_rows_attention(
     Returns:
         (1, L, heads, head_dim) and None (no attention weights).
     """
+    if packed is None and attention_mask is not None:
+        packed = _packs.get(attention_mask)
     if query_scale is not None:
         places = torch.arange(query.shape[2], device=query.device) if packed is None else packed.position_ids
         query = (query * query_scale.at(places)[:, None]).to(query.dtype)
