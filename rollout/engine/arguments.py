@@ -17,8 +17,8 @@ BATCH_TOKENS = 8192
 """Tokens of a batch of the engine, in which it also splits longer prompts on a GPU. vLLM's default is 2,048."""
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "hybrid", "conv"})
 """Types of layers that carry a state from token to token, as transformers names them (`layer_types`)."""
-PHIMOE_THRESHOLD = 0.01
-"""Threshold of PhiMoE's router that vLLM has as a constant."""
+CPU_EXPERT_WIDTH = 32
+UNLIMITED = (0.0, float("inf"))
 
 CPU_SCHEMES = ("fp8_per_channel",)
 """Those for which its CPU build has kernels."""
@@ -76,9 +76,11 @@ def engine_arguments(
     if "conv" in layers:
         # LFM2's sizes under the names that vLLM reads, which checkpoints of transformers 5 do not have.
         overrides |= {"conv_dim": text.hidden_size, "block_dim": text.hidden_size}
+    overrides |= _as_transformers(path, text, is_cpu=is_cpu)
     if hasattr(config, "vision_config"):
         arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # leaves out the vision tower, which is not trained
-    if text.model_type.startswith("qwen3_5") and find_spec("torchvision") is None:
+    is_multimodal = hasattr(config, "vision_config") or text.model_type.startswith("qwen3_5")
+    if is_multimodal and find_spec("torchvision") is None:
         raise ConfigError(
             f"vLLM imports torchvision for model type {config.model_type}, also without images, and it is not "
             "installed: pip install torchvision, on a machine without a GPU with "
@@ -98,12 +100,49 @@ def engine_arguments(
             f"{path} normalizes the weights of the chosen experts (norm_topk_prob=true), which vLLM does not do for "
             "OLMoE; set model.path to a checkpoint with norm_topk_prob=false, as the published ones are"
         )
-    if text.model_type == "phimoe" and text.router_jitter_noise != PHIMOE_THRESHOLD:
-        raise ConfigError(
-            f"{path} separates experts by router_jitter_noise={text.router_jitter_noise}, and vLLM by "
-            f"{PHIMOE_THRESHOLD} always; set model.path to a checkpoint with that value, as the published ones are"
-        )
     return {**arguments, "hf_overrides": overrides} if overrides else arguments
+
+
+def _as_transformers(path: str | Path, text: PreTrainedConfig, *, is_cpu: bool) -> dict[str, Any]:
+    """Return the overrides of a config with which vLLM computes the model as transformers does.
+
+    Raises `ConfigError` with the value that vLLM reads in another way, if there are none.
+    """
+    values = text.to_dict()
+    rope = values.get("rope_parameters") or {}
+    experts = [values.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")]
+    has_experts = any(experts) and "moe" in (values.get("layers_block_type") or ["moe"])  # Nemotron-H names its layers
+    width = values.get("moe_intermediate_size") or values.get("intermediate_size")
+    others = {  # value: what vLLM does with it
+        "router_jitter_noise": ("is 0.01", text.model_type == "phimoe" and values["router_jitter_noise"] != 0.01),
+        "use_bias": ("is false", text.model_type.startswith("ernie4_5") and values["use_bias"]),
+        "mamba_n_groups": (
+            "normalizes each group, transformers the whole width",
+            text.model_type == "granitemoehybrid" and values["mamba_n_groups"] > 1,
+        ),
+        "time_step_limit": ("is [0, inf]", tuple(values.get("time_step_limit") or UNLIMITED) != UNLIMITED),
+    }
+    for name, (other, differs) in others.items():
+        if differs:
+            raise ConfigError(
+                f"{path} has {name}={values[name]} in its config.json, which in vLLM {other}: engine and trainer would "
+                "compute other models; set model.path to another one"
+            )
+    if is_cpu and has_experts and isinstance(width, int) and width % CPU_EXPERT_WIDTH:
+        raise ConfigError(
+            f"{path} has experts of width {width}, and vLLM's CPU kernel takes multiples of {CPU_EXPERT_WIDTH}; "
+            "sample on a GPU, or set model.path to another model"
+        )
+    if text.model_type == "cohere2" and values.get("sliding_window"):
+        return {"sliding_window": values["sliding_window"] - 1}  # to which vLLM adds 1
+    if rope.get("llama_4_scaling_beta"):  # scales queries by position; vLLM reads it under Mistral's own name
+        return {
+            "llama_4_scaling": {
+                "beta": rope["llama_4_scaling_beta"],
+                "original_max_position_embeddings": rope["original_max_position_embeddings"],
+            }
+        }
+    return {}
 
 
 def engine_variables(*, is_cpu: bool, batch_invariant: bool) -> dict[str, str]:

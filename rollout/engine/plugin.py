@@ -24,6 +24,7 @@ from lockstep.rollout.engine.repairs import (
     cpu_routes,
     head_bias,
     reload,
+    xielu,
 )
 from lockstep.rollout.system.orphan_guard import exit_when_orphaned
 
@@ -70,6 +71,7 @@ def register() -> None:
     logging.getLogger(RELOAD_LOGGER).addFilter(is_not_of_a_head)
     reload.install()
     head_bias.install()
+    xielu.install()
     adapters.install()
     if current_platform.is_cpu():
         cpu_logprobs.install()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_config
@@ -31,6 +32,8 @@ from lockstep.trainer.model.quantized_base import refuse_quantized
 AUTO = "auto"
 """`packed_rows`, which chooses its kernels by device and dtype."""
 
+CONDITIONAL = "ForConditionalGeneration"
+"""End of the names of classes with a vision tower."""
 PACKABLE_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "linear_attention", "mamba", "hybrid", "conv", "mlp", "moe"}
 )
@@ -189,6 +192,14 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
+        )
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, CONDITIONAL)
+    if "vision_config" in config.to_dict() and name.endswith(CONDITIONAL):
+        is_known = text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        remedy = "python scripts/save_text_model.py <checkpoint> <directory>, and set model.path to the directory"
+        raise ConfigError(
+            f"model type {config.model_type} has a vision tower, without which transformers does not load it here; "
+            + (f"save its text model: {remedy}" if is_known else "set model.path to a text model")
         )
     packable = PACKABLE_LAYERS | (
         {chunked_attention.CHUNKED} if text.model_type == chunked_attention.MODEL_TYPE else set()

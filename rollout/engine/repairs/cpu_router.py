@@ -1,7 +1,7 @@
-"""Routing of experts on a CPU by sigmoid scores without groups, as MiniMax-M2 has it.
+"""Routing of experts on a CPU by sigmoid scores (MiniMax-M2) or with a correction bias (ERNIE 4.5), without groups.
 
-vLLM's router for CPUs has sigmoid scores, with or without a correction bias, for groups of experts alone; without
-groups it asserts softmax, and the first request kills the engine. One group of all experts is the same routing.
+vLLM's router for CPUs has both for groups of experts alone. Without groups it asserts softmax, and the first request
+kills the engine, and it leaves the bias out. One group of all experts is the same routing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-_REPAIRED = "_takes_sigmoid"
+_REPAIRED = "_takes_one_group"
 
 
 def install() -> None:
@@ -30,7 +30,9 @@ def install() -> None:
         *,
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.use_grouped_topk or self.scoring_func != "sigmoid" or self.custom_routing_function is not None:
+        is_plain = self.scoring_func == "softmax" and self.e_score_correction_bias is None
+        is_known = self.scoring_func in ("softmax", "sigmoid") and self.custom_routing_function is None
+        if self.use_grouped_topk or is_plain or not is_known:
             return compute(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
         return cpu_router._grouped_topk(
             gating_output=router_logits,

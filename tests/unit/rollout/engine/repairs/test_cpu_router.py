@@ -23,20 +23,20 @@ def routed(scoring_func: str, bias: torch.Tensor | None, logits: torch.Tensor) -
     return torch.zeros(TOKENS, EXPERTS).scatter(1, ids.long(), weights)
 
 
-@pytest.mark.parametrize("is_biased", [True, False])
-def test_sigmoid_scores_without_groups(is_biased: bool) -> None:
+@pytest.mark.parametrize(("scoring", "is_biased"), [("sigmoid", True), ("sigmoid", False), ("softmax", True)])
+def test_scores_without_groups(scoring: str, is_biased: bool) -> None:
     """The bias decides which experts are chosen, and has no part in their weights."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TOKENS, EXPERTS, generator=generator)
     bias = torch.randn(EXPERTS, generator=generator)
-    scores = logits.sigmoid()
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
     chosen = (scores + bias if is_biased else scores).topk(CHOSEN).indices
     expected = torch.zeros(TOKENS, EXPERTS).scatter(1, chosen, scores.gather(1, chosen))
-    found = routed("sigmoid", bias if is_biased else None, logits)
+    found = routed(scoring, bias if is_biased else None, logits)
     torch.testing.assert_close(found, expected / expected.sum(1, keepdim=True))
 
 
-def test_softmax_is_left_to_vllm() -> None:
+def test_softmax_without_a_bias_is_left_to_vllm() -> None:
     logits = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
     top, ids = logits.topk(CHOSEN)
     expected = torch.zeros(TOKENS, EXPERTS).scatter(1, ids, top.softmax(-1))

@@ -1,0 +1,39 @@
+"""Save the text model of a checkpoint with a vision tower as a model of its own, which Lockstep trains.
+
+    python scripts/save_text_model.py <directory or hub id> <directory to write>
+
+The whole checkpoint is loaded on the CPU, in its own dtype. Tokenizer and generation config are saved, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+
+
+def text_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the text model, with the weights of a model for images and text."""
+    config = model.config.get_text_config()
+    config.tie_word_embeddings = model.config.tie_word_embeddings
+    text = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    text.get_decoder().load_state_dict(model.get_decoder().state_dict())
+    text.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
+    text.generation_config = model.generation_config
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory or hub id")
+    parser.add_argument("directory", type=Path, help="where to save the text model")
+    arguments = parser.parse_args()
+    model = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype="auto")
+    text_model(model).save_pretrained(arguments.directory)
+    AutoTokenizer.from_pretrained(arguments.model).save_pretrained(arguments.directory)
+    print(f"model.path={arguments.directory}")
+
+
+if __name__ == "__main__":
+    main()

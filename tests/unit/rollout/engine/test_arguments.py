@@ -1,0 +1,70 @@
+"""Values of a config that vLLM reads in another way than transformers: overridden, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, Ernie4_5Config, Mistral3Config, PreTrainedConfig
+
+from lockstep.rollout.engine.arguments import engine_arguments
+from lockstep.rollout.errors import ConfigError
+from tests.fixtures.families import FAMILIES, SIZES, WINDOW
+from tests.fixtures.published import PUBLISHED
+
+
+def arguments(path: Path, *, is_cpu: bool = True) -> dict[str, Any]:
+    return engine_arguments(path, is_cpu=is_cpu, dtype="float32", max_model_len=256, trust_remote_code=False)
+
+
+def published(name: str, **changes: Any) -> PreTrainedConfig:
+    values = {**PUBLISHED[name], **changes}
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def test_the_window_and_the_scale_of_queries_are_those_of_transformers(tmp_path: Path) -> None:
+    published("cohere2").save_pretrained(tmp_path)
+    assert arguments(tmp_path)["hf_overrides"]["sliding_window"] == WINDOW - 1
+    published("ministral3").save_pretrained(tmp_path)
+    scale = arguments(tmp_path)["hf_overrides"]["llama_4_scaling"]
+    assert scale == {"beta": 0.1, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *PUBLISHED])
+def test_models_that_agree_are_not_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.rollout.engine.arguments.find_spec", lambda name: object())
+    config = FAMILIES[name]() if name in FAMILIES else published(name)
+    config.save_pretrained(tmp_path)
+    arguments(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (published("phimoe", router_jitter_noise=0.1), r"router_jitter_noise=0\.1 .* in vLLM is 0\.01"),
+        (Ernie4_5Config(**SIZES, use_bias=True), r"use_bias=True .* in vLLM is false"),
+        (published("ernie4_5_moe", use_bias=True), r"use_bias=True .* in vLLM is false"),
+        (published("falcon_h1", time_step_limit=[0.01, 1.0]), r"time_step_limit=.* in vLLM is \[0, inf\]"),
+        (published("solar_open", moe_intermediate_size=40), "experts of width 40.* multiples of 32; sample on a GPU"),
+    ],
+)
+def test_values_that_vllm_does_not_know_are_refused(config: PreTrainedConfig, said: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        arguments(tmp_path)
+
+
+def test_several_groups_of_granite_are_refused(tmp_path: Path) -> None:
+    config = FAMILIES["granite_hybrid"]()
+    config.mamba_n_groups = 2
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"mamba_n_groups=2 .* normalizes each group, transformers the whole width"):
+        arguments(tmp_path)
+
+
+def test_towers_without_torchvision_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.rollout.engine.arguments.find_spec", lambda name: None)
+    Mistral3Config(text_config=PUBLISHED["ministral3"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="torchvision for model type mistral3"):
+        arguments(tmp_path)
