@@ -103,17 +103,15 @@ class ModelReward(ModelSettings):
                 f"reward.settings.model.path={self.path} has no chat template; name a model with one, or set "
                 "reward.settings.model.input=tokens"
             )
-        if self.device not in (None, "auto"):
-            try:
-                device = torch.device(self.device)
-                is_there = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
-            except (RuntimeError, TypeError):
-                is_there = False
-            if not is_there:
-                raise ConfigError(
-                    f"reward.settings.model.device={self.device}: found {torch.cuda.device_count()} GPUs; set "
-                    "reward.settings.model.device=null for that of the process, or cpu"
-                )
+        try:
+            device = torch.device(self.device if self.device not in (None, "auto") else "cpu")
+        except (RuntimeError, TypeError):
+            device = None
+        if device is None or (device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+            raise ConfigError(
+                f"reward.settings.model.device={self.device}: found {torch.cuda.device_count()} GPUs; set "
+                "reward.settings.model.device=null for that of the process, or cpu"
+            )
 
     def load(self) -> None:
         """Load model and tokenizers, outside the deadline of the first call."""

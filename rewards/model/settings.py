@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.rollout.errors import ConfigError
 
@@ -38,27 +39,24 @@ class ModelSettings:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.input not in INPUTS:
-            raise ConfigError(
-                f"reward.settings.model.input={self.input}: expected one of {', '.join(INPUTS)}; "
-                "set reward.settings.model.input=messages"
-            )
+        expected = {
+            "input": (self.input in INPUTS, f"one of {', '.join(INPUTS)}"),
+            "batch_size": (_is_count(self.batch_size, 1), "a whole number of at least 1"),
+            "max_tokens": (_is_count(self.max_tokens, 1), "a whole number of at least 1"),
+            "stop_after": (_is_count(self.stop_after, 0), "a whole number of at least 0"),
+            "rejected": (type(self.rejected) in (int, float) and math.isfinite(self.rejected), "a number"),
+            "dtype": (self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+        }
+        for name, (is_sound, what) in expected.items():
+            if not is_sound:
+                raise ConfigError(
+                    f"reward.settings.model.{name}={getattr(self, name)}: expected {what}; leave it out for the default"
+                )
         if self.stop is not None and self.input != "tokens":
             raise ConfigError(
                 "reward.settings.model.stop counts sampled tokens; set reward.settings.model.input=tokens with it"
             )
-        for name, least in (("batch_size", 1), ("max_tokens", 1), ("stop_after", 0)):
-            if type(count := getattr(self, name)) is not int or count < least:
-                raise ConfigError(
-                    f"reward.settings.model.{name}={count} must be a whole number of at least {least}; leave it out "
-                    "for the default"
-                )
-        if type(self.rejected) not in (int, float) or not math.isfinite(self.rejected):
-            raise ConfigError(
-                f"reward.settings.model.rejected={self.rejected}: expected a number; leave it out for the default"
-            )
-        if self.dtype not in DTYPES:
-            raise ConfigError(
-                f"reward.settings.model.dtype={self.dtype}: expected one of {', '.join(DTYPES)}; leave it out for the "
-                "default"
-            )
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
