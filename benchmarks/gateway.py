@@ -20,7 +20,7 @@ from harness.results import argument_parser, fitted_exponent, report
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.gateway.completion import complete
-from lockstep.rollout.gateway.dialects.chat import CHAT_COMPLETIONS
+from lockstep.rollout.gateway.dialects.chat_completions import CHAT_COMPLETIONS
 from lockstep.rollout.gateway.dialects.dialect import Reply
 from lockstep.rollout.gateway.prompt_maker import PromptMaker
 from lockstep.rollout.gateway.request import Offer, read_json

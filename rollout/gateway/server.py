@@ -36,8 +36,8 @@ from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.gateway.completion import Completion, complete
 from lockstep.rollout.gateway.dialects import DIALECTS
+from lockstep.rollout.gateway.dialects.anthropic_messages import MESSAGES
 from lockstep.rollout.gateway.dialects.dialect import Dialect, Reply
-from lockstep.rollout.gateway.dialects.messages import MESSAGES
 from lockstep.rollout.gateway.errors import ApiError, not_supported, quoted, unknown_field
 from lockstep.rollout.gateway.messages import read_last_ids, read_tools
 from lockstep.rollout.gateway.prompt_maker import PromptMaker

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lockstep.rollout.gateway.dialects.chat import CHAT_COMPLETIONS
+from lockstep.rollout.gateway.dialects.anthropic_messages import MESSAGES
+from lockstep.rollout.gateway.dialects.chat_completions import CHAT_COMPLETIONS
 from lockstep.rollout.gateway.dialects.completions import COMPLETIONS
 from lockstep.rollout.gateway.dialects.dialect import Dialect
-from lockstep.rollout.gateway.dialects.messages import MESSAGES
 from lockstep.rollout.gateway.dialects.responses import RESPONSES
 
 DIALECTS = (CHAT_COMPLETIONS, RESPONSES, MESSAGES, COMPLETIONS)

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.rollout.gateway.dialects.chat import MAX_CHOICES, STREAM_END, chat_usage, reply_head
+from lockstep.rollout.gateway.dialects.chat_completions import MAX_CHOICES, STREAM_END, chat_usage, reply_head
 from lockstep.rollout.gateway.dialects.dialect import (
     Dialect,
     Reply,

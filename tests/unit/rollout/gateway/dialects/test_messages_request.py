@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.gateway.dialects.messages import MESSAGES
+from lockstep.rollout.gateway.dialects.anthropic_messages import MESSAGES
 from lockstep.rollout.gateway.errors import ApiError
 from lockstep.rollout.gateway.request import SampleRequest
 from lockstep.rollout.gateway.session import Session

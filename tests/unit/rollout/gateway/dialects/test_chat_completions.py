@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.gateway.dialects import fields as gateway_fields
-from lockstep.rollout.gateway.dialects.chat import read_chat_request
+from lockstep.rollout.gateway.dialects.chat_completions import read_chat_request
 from lockstep.rollout.gateway.errors import ApiError
 from lockstep.rollout.gateway.request import SampleRequest
 from lockstep.rollout.gateway.session import Session
