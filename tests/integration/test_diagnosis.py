@@ -19,7 +19,8 @@ from lockstep.trainer.diagnosis.cases import Case, sample_cases
 from lockstep.trainer.diagnosis.causes import VARIANTS, Cause, Severity
 from lockstep.trainer.diagnosis.diagnosis import REEXAMINED
 from lockstep.trainer.diagnosis.examiner import Examiner
-from lockstep.trainer.tools.diagnose import open_engine, open_examiner
+from lockstep.trainer.engines.start import open_engine
+from lockstep.trainer.tools.diagnose import open_examiner
 from tests.fixtures.forked_python import forked_python, forks_for_spawns
 
 ROOT = Path(__file__).resolve().parents[2]

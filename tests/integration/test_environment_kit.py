@@ -18,8 +18,8 @@ from lockstep.demo.tokenizer import train_tokenizer
 from lockstep.demo.warm_start import new_model
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.engines.start import open_engine
 from lockstep.trainer.objective.examination.finding import Finding, Verdict
-from lockstep.trainer.tools.diagnose import open_engine
 from lockstep.trainer.tools.environment_kit.journal import Journal
 from lockstep.trainer.tools.environment_kit.kit import findings
 from lockstep.trainer.tools.environment_kit.subject import Options

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,17 @@ def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path, **mem
         embedded_engine(config, loop=loop, log_path=path, name=f"embedded engine {index}", local_place=(index, number))
         for index, path in enumerate(paths)
     ]
+
+
+@contextmanager
+def open_engine(config: Config) -> Iterator[EnginePool]:
+    """Start the engine, with a temporary log, and close it after the block."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as logs, BackgroundLoop() as loop:
+        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
+        try:
+            yield engine
+        finally:
+            loop.run(engine.close())
 
 
 def check_engine(config: Config) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -30,7 +29,7 @@ from lockstep.trainer.build import make_chat, make_rewards, make_sampler, make_s
 from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
-from lockstep.trainer.engines.start import start_engine
+from lockstep.trainer.engines.start import open_engine
 from lockstep.trainer.evaluate.results import (
     PairedComparison,
     SetResult,
@@ -254,55 +253,46 @@ def _run_adapters(config: Config, console: RunConsole) -> None:
         )
     sampled_with, metrics = comparable_settings(config), {}
     data = heldout_data(config, say=console.say)
-    with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
-        console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
-        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
-        try:
-            base: Sequence[SetResult] = ()
-            for name in (BASE, *config.model.adapters):
-                found = _evaluate_sets(config, data, engine, loop, console, model=name)
-                comparisons = compare(base, found.results) if base else []
-                base = base or found.results
-                console.say(f"{name}:")
-                for line in (*result_lines(found.results), *comparison_lines(comparisons, BASE, name)):
-                    console.say(line)
-                metrics |= {f"{name}/{key}": value for key, value in found.metrics.items()}
-                metrics |= {f"{name}/{key}": value for one in comparisons for key, value in one.metrics().items()}
-                if settings.output is not None:
-                    output = Path(settings.output).expanduser()
-                    output = output.with_stem(f"{output.stem}.{name}")
-                    shown = path if name == BASE else f"{path} with {config.model.adapters[name]}"
-                    others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None, "others": {}}
-                    write_results(output, found.results, model=shown, settings=sampled_with, **others)
-                    write_rollouts(output.with_suffix(".jsonl"), found.rollouts)
-                    console.say(f"results        {output}\nrollouts       {output.with_suffix('.jsonl')}")
-        finally:
-            loop.run(engine.close())
+    console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
+    with open_engine(config) as engine:
+        base: Sequence[SetResult] = ()
+        for name in (BASE, *config.model.adapters):
+            found = _evaluate_sets(config, data, engine, console, model=name)
+            comparisons = compare(base, found.results) if base else []
+            base = base or found.results
+            console.say(f"{name}:")
+            for line in (*result_lines(found.results), *comparison_lines(comparisons, BASE, name)):
+                console.say(line)
+            metrics |= {f"{name}/{key}": value for key, value in found.metrics.items()}
+            metrics |= {f"{name}/{key}": value for one in comparisons for key, value in one.metrics().items()}
+            if settings.output is not None:
+                output = Path(settings.output).expanduser()
+                output = output.with_stem(f"{output.stem}.{name}")
+                shown = path if name == BASE else f"{path} with {config.model.adapters[name]}"
+                others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None, "others": {}}
+                write_results(output, found.results, model=shown, settings=sampled_with, **others)
+                write_rollouts(output.with_suffix(".jsonl"), found.rollouts)
+                console.say(f"results        {output}\nrollouts       {output.with_suffix('.jsonl')}")
     print(json.dumps(metrics))
 
 
 def _evaluate_model(config: Config, console: RunConsole, tasks: Tasks | None) -> Evaluation:
     data = heldout_data(config, say=console.say)
-    with tempfile.TemporaryDirectory(prefix="lockstep-evaluate-") as logs, BackgroundLoop() as loop:
-        path = config.model.path
-        console.say(f"starting the engine with {path} ...")
-        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
-        try:
-            evaluation = _evaluate_sets(config, data, engine, loop, console) if data else Evaluation()
-            if tasks is None:
-                return evaluation
-            with console.progress("lm-eval", 0) as lines:
-                run = tasks.evaluate(engine, model_path=path, on_stage=lines.requests, on_answer=lines.answer)
-                return replace(evaluation, tasks=run)
-        finally:
-            loop.run(engine.close())
+    path = config.model.path
+    console.say(f"starting the engine with {path} ...")
+    with open_engine(config) as engine:
+        evaluation = _evaluate_sets(config, data, engine, console) if data else Evaluation()
+        if tasks is None:
+            return evaluation
+        with console.progress("lm-eval", 0) as lines:
+            run = tasks.evaluate(engine, model_path=path, on_stage=lines.requests, on_answer=lines.answer)
+            return replace(evaluation, tasks=run)
 
 
 def _evaluate_sets(
     config: Config,
     data: Mapping[str, DataSet],
     engine: EnginePool,
-    loop: BackgroundLoop,
     console: RunConsole,
     *,
     model: str = POLICY,
@@ -312,7 +302,7 @@ def _evaluate_sets(
         rewards.load()
         chat = make_chat(config)
         sampler = make_sampler(config, engine=engine, chat=chat)
-        evaluator = Evaluator(config, data, sampler=sampler, rewards=rewards, loop=loop, chat=chat, model=model)
+        evaluator = Evaluator(config, data, sampler=sampler, rewards=rewards, loop=engine.loop, chat=chat, model=model)
         with console.progress("evaluation", evaluator.num_rollouts) as lines:
             return evaluator.evaluate(lines.rollout, lines.stage)
     finally:

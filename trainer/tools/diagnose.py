@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,6 @@ from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.saved_rollouts import check_ids
-from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import load_policy, make_chat
 from lockstep.trainer.config.schema import Config
@@ -25,7 +23,7 @@ from lockstep.trainer.diagnosis.diagnosis import Diagnosis, print_diagnosis
 from lockstep.trainer.diagnosis.examiner import Examiner
 from lockstep.trainer.diagnosis.saved import load_rollouts
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.engines.start import start_engine
+from lockstep.trainer.engines.start import open_engine
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.observe.pages.token_view import write_token_view
 from lockstep.trainer.run.library_logs import quiet_third_parties
@@ -76,17 +74,6 @@ def run(
     else:
         print_diagnosis(diagnosis, console)
     return diagnosis
-
-
-@contextmanager
-def open_engine(config: Config) -> Iterator[EnginePool]:
-    """Start the engine, with a temporary log, and close it after the block."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as logs, BackgroundLoop() as loop:
-        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
-        try:
-            yield engine
-        finally:
-            loop.run(engine.close())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import threading
 from lockstep.rollout.gateway.server import Gateway
 from lockstep.trainer.build import make_chat, make_gateway_settings, make_sampling
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.tools.diagnose import open_engine
+from lockstep.trainer.engines.start import open_engine
 
 
 def run(config: Config) -> None:

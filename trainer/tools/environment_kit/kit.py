@@ -18,9 +18,9 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.build import make_chat, make_rewards
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Prompts, training_data
+from lockstep.trainer.engines.start import open_engine
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 from lockstep.trainer.run.library_logs import quiet_third_parties
-from lockstep.trainer.tools.diagnose import open_engine
 from lockstep.trainer.tools.environment_kit.column_checks import examine_columns
 from lockstep.trainer.tools.environment_kit.episode_checks import examine_again, examine_episodes
 from lockstep.trainer.tools.environment_kit.exploit_checks import examine_exploits
