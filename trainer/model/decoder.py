@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -193,8 +194,7 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
         )
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, CONDITIONAL)
-    if "vision_config" in config.to_dict() and name.endswith(CONDITIONAL):
+    if "vision_config" in config.to_dict() and not _leaves_tower_out(config.model_type):
         is_known = text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         remedy = "python scripts/save_text_model.py <checkpoint> <directory>, and set model.path to the directory"
         raise ConfigError(
@@ -210,6 +210,13 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
             f"model type {config.model_type} has layers of type {', '.join(unpackable)}, whose rows cannot be kept "
             f"apart in a pack; expected only {', '.join(sorted(PACKABLE_LAYERS))}: set model.path to such a model"
         )
+
+
+def _leaves_tower_out(model_type: str) -> bool:
+    """Return True if the text model of a checkpoint with a vision tower loads without the tower's weights."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, CONDITIONAL)
+    text_class = getattr(transformers, name, None)
+    return not name.endswith(CONDITIONAL) and bool(getattr(text_class, "_keys_to_ignore_on_load_unexpected", None))
 
 
 def refuse_unpackable(model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3nConfig,
+    Llama4Config,
     Mistral3Config,
     PreTrainedConfig,
     Qwen3_5Config,
@@ -31,8 +32,13 @@ PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16,
     "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
 }  # fmt: skip
+LLAMA4_VISION = {
+    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256, "image_size": 56,
+    "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64,
+}  # fmt: skip
 CONDITIONAL: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3Config(text_config=FAMILIES["gemma3"]().to_dict(), vision_config=GEMMA3_VISION),
+    "llama4": lambda: Llama4Config(text_config=FAMILIES["llama4"]().to_dict(), vision_config=LLAMA4_VISION),
     "mistral3": lambda: Mistral3Config(text_config=PUBLISHED["ministral3"], vision_config=PIXTRAL),
 }
 
