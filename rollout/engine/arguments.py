@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.models.stored_model import GROUPS
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache on a CPU, the least that its attention takes."""
@@ -133,16 +134,15 @@ def _as_transformers(path: str | Path, text: PreTrainedConfig, *, is_cpu: bool) 
             f"{path} has experts of width {width}, and vLLM's CPU kernel takes multiples of {CPU_EXPERT_WIDTH}; "
             "sample on a GPU, or set model.path to another model"
         )
+    overrides: dict[str, Any] = {name: 1 for name in GROUPS if name in values and values[name] is None}
     if text.model_type == "cohere2" and values.get("sliding_window"):
-        return {"sliding_window": values["sliding_window"] - 1}  # to which vLLM adds 1
+        overrides["sliding_window"] = values["sliding_window"] - 1  # to which vLLM adds 1
     if rope.get("llama_4_scaling_beta"):  # scales queries by position; vLLM reads it under Mistral's own name
-        return {
-            "llama_4_scaling": {
-                "beta": rope["llama_4_scaling_beta"],
-                "original_max_position_embeddings": rope["original_max_position_embeddings"],
-            }
+        overrides["llama_4_scaling"] = {
+            "beta": rope["llama_4_scaling_beta"],
+            "original_max_position_embeddings": rope["original_max_position_embeddings"],
         }
-    return {}
+    return overrides
 
 
 def engine_variables(*, is_cpu: bool, batch_invariant: bool) -> dict[str, str]:

@@ -39,8 +39,11 @@ TRANSPORTS = (
 )
 """Weight transfers: name, modules of the engine's and the trainer's side, and the beginning of their class names."""
 
-PHIMOE = "PhimoeForCausalLM"
-"""Name that transformers writes for the architecture that checkpoints of Microsoft and vLLM name PhiMoEForCausalLM."""
+ARCHITECTURES = {
+    "Glm4MoeLiteForCausalLM": ("lockstep.rollout.engine.repairs.latent_norms", "Glm4MoeLiteForCausalLM"),
+    "PhimoeForCausalLM": ("vllm.model_executor.models.phimoe", "PhiMoEForCausalLM"),  # as transformers writes it
+}
+"""Module and class by architecture, where vLLM has none or another."""
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -66,8 +69,9 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(name, receiver, f"{prefix}WeightTransferEngine")
         if name not in WeightTransferTrainerFactory._registry:
             WeightTransferTrainerFactory.register_engine(name, sender, f"{prefix}TrainerWeightTransferEngine")
-    if PHIMOE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(PHIMOE, "vllm.model_executor.models.phimoe:PhiMoEForCausalLM")
+    for architecture, (module, name) in ARCHITECTURES.items():
+        if vars(ModelRegistry.models.get(architecture, object)).get("module_name") != module:
+            ModelRegistry.register_model(architecture, f"{module}:{name}")
     logging.getLogger(RELOAD_LOGGER).addFilter(is_not_of_a_head)
     reload.install()
     head_bias.install()

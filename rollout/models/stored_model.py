@@ -60,6 +60,8 @@ OF_TRANSFORMERS = {
     *MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values(),
 }
 """Classes of transformers that a config.json may name. Others are aliases of vLLM, towers, and remote code."""
+GROUPS = ("n_group", "topk_group")
+"""Groups of experts, which dots1 publishes as null for none; transformers divides by them. One group is the same."""
 HEADS = ("lm_head.", "embed_out.", SCORE, "classifier.")
 
 
@@ -133,6 +135,10 @@ def read_config(path: str | Path, *, setting: str, trust_remote_code: bool, **ch
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **changes)
+        text = config.get_text_config()
+        for name in GROUPS:
+            if name in vars(text) and vars(text)[name] is None:
+                setattr(text, name, 1)
         if not isinstance(config.architectures, list | None):
             raise TypeError(f"architectures: expected a list of names, found {config.architectures!r}")
     except Exception as error:  # of many kinds, for values that transformers does not expect
