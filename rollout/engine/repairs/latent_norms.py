@@ -17,4 +17,4 @@ class Glm4MoeLiteForCausalLM(glm4_moe_lite.Glm4MoeLiteForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for name, module in self.named_modules():
             if name.endswith(LATENT_NORMS):
-                module.variance_epsilon = EPSILON
+                vars(module)["variance_epsilon"] = EPSILON
