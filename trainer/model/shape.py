@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,11 +70,11 @@ class ModelShape:
         decoder = config.get_text_config()
         # Some configs use other names (GPT-2: n_head) and map the common ones to them.
         text = decoder.to_dict() | {name: getattr(decoder, name) for name in decoder.attribute_map}
+        text = {name: _largest(value) for name, value in text.items()}
         layers = decoder.num_hidden_layers  # which some derive from a list of layers
         heads = text["num_attention_heads"]
         head_dim = text.get("head_dim") or text["hidden_size"] // heads
-        widths = text.get("intermediate_size") or 4 * text["hidden_size"]
-        width = max(widths) if isinstance(widths, list) else widths  # Gemma 3n has one per layer
+        width = text.get("intermediate_size") or 4 * text["hidden_size"]
         experts = num_experts(config)
         expert = (text.get("moe_intermediate_size") or width) if experts else 0
         shared = next((text[name] for name in SHARED_WIDTHS if text.get(name)), None)
@@ -98,6 +99,12 @@ class ModelShape:
             norms=round((len(norms) - len(of_heads)) / layers) or 2,
             has_head_norms=bool(of_heads),
         )
+
+
+def _largest(value: Any) -> Any:
+    """Return the largest number of a list with one per layer (Gemma 3n's widths, Hunyuan's experts), or the value."""
+    is_per_layer = isinstance(value, list) and value and all(type(number) is int for number in value)
+    return max(value) if is_per_layer else value
 
 
 def planned_shape(config: Config) -> ModelShape:

@@ -1,18 +1,22 @@
 """Planned shapes against loaded modules, and FLOPs of an update against torch's counter."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
+from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.model_settings import LoraConfig, ModelConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.critic import with_critic
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import ModelShape, planned_shape, update_flops
+from scripts.published.models import published_models
 from tests.fixtures.models import tiny_qwen3
 
 LENGTHS = (24, 40)
@@ -52,3 +56,21 @@ def test_the_planned_shape_is_that_of_the_loaded_modules(
     module = with_critic(policy, config)
     (tmp_path / "model.safetensors").unlink()  # planning reads no weights
     assert planned_shape(config) == ModelShape.of(module, policy.model, policy.causal_lm.config)
+
+
+@pytest.mark.parametrize("name", published_models())
+def test_a_published_config_has_a_shape_or_a_refusal(name: str, tmp_path: Path) -> None:
+    """Before weights are read: lists with a number per layer, layers counted by a pattern, names of one family."""
+    published = published_models()[name]
+    (tmp_path / "config.json").write_text(json.dumps(published.config))
+    config = Config()
+    config.model.path = str(tmp_path)
+    try:
+        shape = planned_shape(config)
+    except ConfigError as refusal:
+        assert "model" in str(refusal)  # noqa: PT017
+        return
+    small = AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert shape.hidden == small.hidden_size
+    assert shape.layers == small.num_hidden_layers
+    assert shape.parameters > shape.vocabulary * shape.hidden
