@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lockstep.rollout.models.stored_model import read_config
 from scripts.save_text_model import text_model
 
 FILE = Path(__file__).with_name("configs.jsonl")
@@ -77,6 +78,22 @@ def save_model(one: Published, directory: Path) -> Path:
     model.save_pretrained(directory)
     _tokenizer().save_pretrained(directory)
     return directory
+
+
+def plain_model(path: Path) -> PreTrainedModel:
+    """Load a model in transformers' own eager mode, in float32.
+
+    Time steps of Mamba-2 layers have no limits, as in the engine: transformers limits Nemotron-H's from below by
+    `time_step_min`, which is for initial values.
+    """
+    config = read_config(path, setting="model.path", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for layer in model.modules():
+        if "time_step_limit" in vars(layer):
+            layer.time_step_limit = (0.0, float("inf"))
+    return model
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scripts.published import RESULTS
-from scripts.published.models import Published, published_models, save_model
+from scripts.published.models import Published, plain_model, published_models, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES = 3
@@ -79,7 +79,7 @@ def prove(one: Published, directory: Path, *, python: str = sys.executable) -> P
         sentence = said[0].removeprefix("lockstep: ").replace(str(model), "<model>")
         return Proof(**facts, refusal=f"exit status {done.returncode}: {sentence}")
     run = directory / "runs/run"
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    plain = plain_model(model)
     differences, tokens, longest = [], 0, 0
     for step in range(1, UPDATES + 1):
         if step > 1:

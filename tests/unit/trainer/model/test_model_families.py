@@ -21,7 +21,8 @@ from lockstep.trainer.model import families
 from lockstep.trainer.model.layers import recurrent
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import planned_shape
-from tests.fixtures.families import FAMILIES, WINDOW, plain_model, save_family
+from scripts.published.models import plain_model
+from tests.fixtures.families import FAMILIES, WINDOW, save_family
 from tests.integration import test_routing_replay
 
 

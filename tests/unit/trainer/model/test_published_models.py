@@ -9,7 +9,7 @@ import torch
 
 from lockstep.trainer.batch.packing import collate, whole_row
 from lockstep.trainer.model.policy import Policy
-from tests.fixtures.families import plain_model
+from scripts.published.models import plain_model
 from tests.fixtures.published import ORIGINAL, PUBLISHED, save_published
 
 LENGTHS = (100, 5, ORIGINAL, 17, ORIGINAL + 1)
