@@ -36,6 +36,8 @@ CONTEXT = 256
 """Tokens of a row at most, beyond the windows, chunks and original lengths of all configs."""
 BOUND = 1e-4
 """Nats. Largest accepted difference of a sampled token; rounding of float32 stays below 2e-5."""
+MOVED = 100 * BOUND
+"""Nats by which each update has to move a token: otherwise an engine with old weights would agree, too."""
 REWARD = "def even(rollout):\n    return sum(ord(c) % 2 for c in rollout.answer) / max(1, len(rollout.answer))\n"
 
 
@@ -52,6 +54,8 @@ class Proof:
     """Tokens of the longest row."""
     differences: tuple[float, ...] = ()
     """Largest |Δ log π| [nats] of a sampled token: at first, after the first sync, after the second."""
+    moved: float = 0.0
+    """Largest change of a token's log π by an update, of the update with the smallest one [nats]."""
     saved: float | None = None
     """Largest difference of a weight of the saved model from the last checkpoint."""
     refusal: str = ""
@@ -59,7 +63,8 @@ class Proof:
 
     @property
     def is_exact(self) -> bool:
-        return len(self.differences) == UPDATES and max(self.differences) < BOUND and self.saved == 0.0
+        agrees = len(self.differences) == UPDATES and max(self.differences) < BOUND
+        return agrees and self.moved > MOVED and self.saved == 0.0
 
 
 def prove(one: Published, directory: Path, *, python: str = sys.executable) -> Proof:
@@ -80,16 +85,25 @@ def prove(one: Published, directory: Path, *, python: str = sys.executable) -> P
         return Proof(**facts, refusal=f"exit status {done.returncode}: {sentence}")
     run = directory / "runs/run"
     plain = plain_model(model)
-    differences, tokens, longest = [], 0, 0
+    differences, moves, tokens, longest = [], [], 0, 0
     for step in range(1, UPDATES + 1):
+        rollouts = run / f"rollouts/step-{step:06d}.jsonl"
         if step > 1:
+            moves.append(_compare(plain, rollouts)[0])
             _load(plain, _checkpoint(run, step - 1))
-        step_difference, step_tokens, step_longest = _compare(plain, run / f"rollouts/step-{step:06d}.jsonl")
+        step_difference, step_tokens, step_longest = _compare(plain, rollouts)
         differences.append(step_difference)
         tokens, longest = tokens + step_tokens, max(longest, step_longest)
     saved = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
     _load(plain, _checkpoint(run, UPDATES))
-    return Proof(**facts, tokens=tokens, longest=longest, differences=tuple(differences), saved=_distance(saved, plain))
+    return Proof(
+        **facts,
+        tokens=tokens,
+        longest=longest,
+        differences=tuple(differences),
+        moved=min(moves),
+        saved=_distance(saved, plain),
+    )
 
 
 def _settings(model: Path, directory: Path) -> list[str]:

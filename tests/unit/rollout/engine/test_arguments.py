@@ -10,7 +10,7 @@ from transformers import AutoConfig, Ernie4_5Config, Mistral3Config, PreTrainedC
 
 from lockstep.rollout.engine.arguments import engine_arguments
 from lockstep.rollout.errors import ConfigError
-from tests.fixtures.families import FAMILIES, SIZES, WINDOW
+from tests.fixtures.families import FAMILIES, SIZES
 from tests.fixtures.published import PUBLISHED
 
 
@@ -25,7 +25,7 @@ def published(name: str, **changes: Any) -> PreTrainedConfig:
 
 def test_the_window_and_the_scale_of_queries_are_those_of_transformers(tmp_path: Path) -> None:
     published("cohere2").save_pretrained(tmp_path)
-    assert arguments(tmp_path)["hf_overrides"]["sliding_window"] == WINDOW - 1
+    assert arguments(tmp_path)["hf_overrides"]["sliding_window"] == PUBLISHED["cohere2"]["sliding_window"] - 1
     published("ministral3").save_pretrained(tmp_path)
     scale = arguments(tmp_path)["hf_overrides"]["llama_4_scaling"]
     assert scale == {"beta": 0.1, "original_max_position_embeddings": 16}
