@@ -93,7 +93,7 @@ _NOT_UNIT = re.compile(
 )
 """Words and signs behind a number that make it another one."""
 _FUNCTION = re.compile(r"sqrt|log|ln|exp|sin|cos|tan|not|[+×·÷±<>≤≥≠]")
-_JOINED = ("or", "and", "to")
+_JOINED = ("or", "to", "and")
 """Words between the numbers of a range or list."""
 _ARROW = re.compile(r"(?:[=-]+>|[→⇒⟹⟶➔➜➡∴•]|\\(?:to|(?:long)?[rR]ightarrow|implies|therefore)(?![a-zA-Z]))\s*")
 _PROSE = re.compile(rf"[#\n]|(?<![\\\w]){_WORD}{{2}}")
@@ -264,13 +264,14 @@ def _in_prose(text: str, *, step: int = -1) -> Iterator[Number | None]:
             is_part = _FUNCTION.fullmatch(before) or _NOT_UNIT.fullmatch(after)
             word = f"{words[place]} {after}" if after in _SCALES else words[place]
             number = None if is_part else _whole(word, is_word=True)
-            yield None if number is None or _is_joined(words, place, number) else number
+            joined = _JOINED if step < 0 else _JOINED[:2]  # behind a marker, `7 and 9 more` is 7
+            yield None if number is None or _is_joined(words, place, number, joined) else number
 
 
-def _is_joined(words: Sequence[str], place: int, number: Number) -> bool:
-    """Return True if a word such as `or` joins the number with another one; `1/2 or 0.5` is one number."""
+def _is_joined(words: Sequence[str], place: int, number: Number, joined: Sequence[str]) -> bool:
+    """Return True if one of these words joins the number with another one; `1/2 or 0.5` is one number."""
     for step in (-1, 1):
-        if words[place + step].lower() in _JOINED and _has_number(words[place + 2 * step]):
+        if words[place + step].lower() in joined and _has_number(words[place + 2 * step]):
             other = _whole(words[place + 2 * step], is_word=True)
             if other is None or not number.equals(other):
                 return True

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 RUN = (
     r"(OMP_NUM_THREADS=\d )?python (scripts/\w+\.py|benchmarks/retained_weight\.py|\w+\.py)|"
+    r"python -m scripts\.published\.prove \"|"
     r"accelerate launch --config_file configs/accelerate/zero3\.yaml (--num_processes 2 )?scripts/|"
     r"make (train|model|report|plot|help)\b"
 )

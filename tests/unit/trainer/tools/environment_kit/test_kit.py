@@ -102,7 +102,7 @@ def examined(model: Path, tmp_path: Path):
         config.reward.isolation = "thread"
         config.rollout.max_tokens_per_turn, config.rollout.max_model_len = 256, 2048
         options = {name: str(value).format(file=file) if name == "player" else value for name, value in options.items()}
-        given = Options(**{"rows": 6, "samples": 2, "deadline_s": 1.0, **options})
+        given = Options(**{"rows": 6, "samples": 2, "deadline_s": 30.0, **options})
         return {one.check: one for one in findings(config, given, Journal(), open_engine=scripted)}
 
     return examine
