@@ -77,7 +77,7 @@ reproduce: install ## Reproduce a published result and judge it; RECIPE=<name>, 
 
 test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for pytest
 	@started=$$SECONDS; status=0; \
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 tests $(PYTEST_ARGS) || status=$$?; \
 	echo "make test: $$((SECONDS - started)) s in all"; exit $$status
 
 test-unit: install ## Unit tests only
