@@ -36,8 +36,9 @@ CONTEXT = 256
 """Tokens of a row at most, beyond the windows, chunks and original lengths of all configs."""
 BOUND = 1e-4
 """Nats. Largest accepted difference of a sampled token; rounding of float32 stays below 2e-5."""
-MOVED = 100 * BOUND
-"""Nats by which each update has to move a token: otherwise an engine with old weights would agree, too."""
+MOVED = 100
+"""Least change of a token by each update, as a multiple of the largest difference: otherwise an engine with old weights
+would agree, too."""
 REWARD = "def even(rollout):\n    return sum(ord(c) % 2 for c in rollout.answer) / max(1, len(rollout.answer))\n"
 
 
@@ -64,7 +65,7 @@ class Proof:
     @property
     def is_exact(self) -> bool:
         agrees = len(self.differences) == UPDATES and max(self.differences) < BOUND
-        return agrees and self.moved > MOVED and self.saved == 0.0
+        return agrees and self.moved > MOVED * max(self.differences) and self.saved == 0.0
 
 
 def prove(one: Published, directory: Path, *, python: str = sys.executable) -> Proof:
