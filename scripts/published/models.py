@@ -71,6 +71,8 @@ def save_model(one: Published, directory: Path) -> Path:
         for name, tensor in model.state_dict().items():
             if "bias" in name or "alpha" in name:  # which are 0 or alike before training
                 tensor += 0.1 * torch.randn(tensor.shape)
+            if "_a_proj" in name:  # the ε of the norm after it matters
+                tensor *= 0.01
     text = model.config.get_text_config().model_type
     has_tower = "vision_config" in one.config and one.config["model_type"] not in TRAINED_AS_THEY_ARE
     if has_tower and text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
