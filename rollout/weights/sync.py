@@ -10,9 +10,7 @@ After each phase the ranks exchange its outcome, with a deadline: a failure on o
 all. While weights may be partly replaced, the engine labels them as unusable, so that no client samples from an engine
 that a failed sync left behind.
 
-The canary is a short fixed sequence scored by engine and trainer, on the resumed engine, because a paused vLLM engine
-does not score. It detects wrong weights, but not weights one small update old: for these the engine refuses updates
-with missing parameters, and the version is read back.
+The canary (rollout/weights/canary.py) is scored on the resumed engine, because a paused vLLM engine does not score.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -34,6 +33,7 @@ from lockstep.rollout.errors import ConfigError, EngineError, RankLostError, Syn
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
 from lockstep.rollout.system.device_memory import release_cached_memory
+from lockstep.rollout.weights.canary import Canary, Found, LongRow, Medians, ScoreCanary
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
 
@@ -44,17 +44,8 @@ if TYPE_CHECKING:
     from lockstep.rollout.engine.protocol import SleepingEngine, SyncedEngine
     from lockstep.rollout.weights.gloo.wire import Receivers
 
-ScoreCanary = Callable[[list[int]], list[float]]
-"""The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, without gradients. Called on every rank, as a
-collective under ZeRO-3, in a separate thread (so an autocast context must be entered inside)."""
-
-CANARY_TOKENS = 24
-CANARY_THRESHOLD: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.5}
-"""Largest accepted |Δ log π|, by the engine's dtype. Measured on random models: 1e-5 in float32, 0.2 in bfloat16; 2 to
-10 with a head that was not reloaded."""
-QUANTIZED_THRESHOLD, FLOOR_FACTOR = 2.0, 3.0
-"""Thresholds of quantized engines: largest accepted |Δ log π| of the first canary, and of later ones as a multiple of
-the first, but no less than for their dtype."""
+LONG_SHARE = 0.01
+"""Largest share of the time for canaries with the long row, where `canary_share` is not smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +61,11 @@ class SyncReport:
     """Time without sampling."""
     bytes: int
     canary_abs_diff: float
-    """Largest |Δ log π| over canary tokens and engines; NaN if no canary was scored."""
+    """Largest |Δ log π| over the short row of the canary and engines; NaN if no canary was scored."""
+    canary_long_diff: float = math.nan
+    """Largest median |Δ log π| over the stretches of the long row and engines; NaN if it was not scored."""
+    canary_long_limit: float = math.nan
+    """Accepted median of that stretch."""
 
     @property
     def gb_per_s(self) -> float:
@@ -86,7 +81,12 @@ class SyncReport:
             "sync/bytes": float(self.bytes),
             "sync/gb_per_s": self.gb_per_s,
         }
-        return metrics if math.isnan(self.canary_abs_diff) else metrics | {"sync/canary_abs_diff": self.canary_abs_diff}
+        canary = {
+            "sync/canary_abs_diff": self.canary_abs_diff,
+            "sync/canary_long_diff": self.canary_long_diff,
+            "sync/canary_long_limit": self.canary_long_limit,
+        }
+        return metrics | {name: value for name, value in canary.items() if not math.isnan(value)}
 
 
 class WeightSync:
@@ -98,9 +98,9 @@ class WeightSync:
         module: the trained module in its wrappers (see `ZeroSource`).
         engines: this rank's engines; none on ranks that only take part in the gather.
         score_canary: the trainer's scores; None: no canary (the version is still checked).
-        canary_threshold: largest accepted |Δ log π|; None: by the engine's dtype, and of a quantized engine by what the
-            first canary finds.
-        canary_share: a canary is scored when the last one cost at most this share of the time since. 1: always.
+        canary_threshold, long_row: of `Canary`.
+        canary_share: a canary is scored when the last one cost at most this share of the time since. 1: always. The
+            long row is scored when it cost at most LONG_SHARE and this share.
         pause_mode: treatment of requests in flight: wait, keep or abort.
         bucket_bytes: size of a gather or message.
         deadline_s: limit of every phase, after which every rank raises.
@@ -116,6 +116,7 @@ class WeightSync:
         engines: Sequence[SyncedEngine] = (),
         score_canary: ScoreCanary | None = None,
         canary_threshold: float | None = None,
+        long_row: LongRow | None = None,
         canary_share: float = 1.0,
         pause_mode: str = "wait",
         bucket_bytes: int = 512 * 2**20,
@@ -125,10 +126,8 @@ class WeightSync:
     ) -> None:
         self._deadline_s = deadline_s
         self._pause_mode = pause_mode
-        self._score_canary = score_canary
         self._canary_share = canary_share
-        self._canary_s, self._canary_ended_at = 0.0, 0.0
-        """Cost and end of the last canary."""
+        self._pace, self._long_pace = _Pace(), _Pace()
         self._sleep_level = sleep_level
         self._is_asleep = False
         self._ranks = _Ranks(deadline_s)
@@ -143,11 +142,14 @@ class WeightSync:
         self._backend, dtype, vocab_size, takes_adapters, self.quantization = _common_settings(
             [one for rank in by_rank for one in rank]
         )
-        self._canary_ids = canary_ids(vocab_size)
-        self._canary_threshold = CANARY_THRESHOLD[dtype] if canary_threshold is None else canary_threshold
-        self._measures_floor = self.quantization is not None and canary_threshold is None
-        """True until the first canary of quantized engines, which sets the threshold of the others."""
-
+        self._canary = score_canary and Canary(
+            score_canary,
+            dtype=dtype,
+            vocab_size=vocab_size,
+            is_quantized=self.quantization is not None,
+            threshold=canary_threshold,
+            long=long_row,
+        )
         self._sends_adapters = takes_adapters
 
         from lockstep.rollout.weights.source import ZeroSource
@@ -186,17 +188,21 @@ class WeightSync:
         if is_asleep:
             phase("waking the engines' caches", lambda: self._wake("kv_cache"))
             self._is_asleep = False
-        is_due, *_ = phase("resuming the engines", lambda: self._release_all(version))  # decided on rank 0
+        due, *_ = phase("resuming the engines", lambda: self._release_all(version))  # decided on rank 0
         pause_s = time.perf_counter() - started
         gather_s = self._source.gather_s
-        diffs = self._check_canary(version) if is_due else {}
+        found = self._check_canary(version, *due)
+        long = [one.long for one in found.values() if one.long is not None]
+        worst = max(((one.differences[one.worst], one.limits[one.worst]) for one in long), default=(math.nan, math.nan))
         return SyncReport(
             version=version,
             gather_s=gather_s,
             transfer_s=max(0.0, sent - paused - gather_s),
             pause_s=pause_s,
             bytes=sum(self._sizes),
-            canary_abs_diff=max(diffs.values(), default=float("nan")),
+            canary_abs_diff=max((one.short for one in found.values()), default=math.nan),
+            canary_long_diff=worst[0],
+            canary_long_limit=worst[1],
         )
 
     def _wake(self, part: str) -> None:
@@ -216,7 +222,7 @@ class WeightSync:
         """Join the engines again, after a restart; push next. A collective. Raises `SyncError`."""
         self._transport.shutdown()
         self._connect()
-        self._canary_s = 0.0
+        self._pace, self._long_pace = _Pace(), _Pace()
 
     def close(self) -> None:
         """Leave the transport and the ranks' process group; the engines keep running."""
@@ -238,11 +244,13 @@ class WeightSync:
                 raise SyncError(f"{' and '.join(unresponsive)} no longer answers: {error}") from error
             raise
 
-    def _release_all(self, version: int) -> bool:
-        """Verify and resume this rank's engines. Return True if a canary is due."""
+    def _release_all(self, version: int) -> tuple[bool, bool]:
+        """Verify and resume this rank's engines. Return True for each row of the canary that is due."""
         self._engines.all(lambda engine: self._release(engine, version))
-        since = time.perf_counter() - self._canary_ended_at
-        return self._canary_share == 1 or self._canary_s <= self._canary_share * since
+        if self._canary is None or not self._pace.is_due(self._canary_share):
+            return False, False
+        is_long = self._canary.long is not None and self._long_pace.is_due(min(self._canary_share, LONG_SHARE))
+        return True, is_long
 
     async def _release(self, engine: SyncedEngine, version: int) -> None:
         # Pausing cleared the cache, but requests may have arrived since.
@@ -252,50 +260,34 @@ class WeightSync:
             raise SyncError(f"{engine.name} reports weight version {found}, expected version {version}, which was sent")
         await engine.resume()
 
-    def _check_canary(self, version: int) -> dict[str, float]:
-        """Return the result of `_score_both`. A collective. Raises `SyncError` on every rank if a canary failed."""
-        phase, started = self._ranks.run_phase, time.perf_counter()
-        diffs: dict[str, float] = phase("scoring the canary", self._score_both, own=True)
-        if any(phase("checking the canary", lambda: self._wrong_engines(diffs))):
-            phase("comparing checksums", lambda: self._raise_canary_error(version, diffs))
-        if diffs and self._measures_floor:
-            self._canary_threshold = max(self._canary_threshold, FLOOR_FACTOR * max(diffs.values()))
-            self._measures_floor = False
-        self._canary_ended_at = time.perf_counter()
-        self._canary_s = self._canary_ended_at - started
-        return diffs
-
-    def _score_both(self) -> dict[str, float]:
-        """Return the largest |Δ log π| of each of this rank's engines, by name; empty without a canary."""
-        if self._score_canary is None:
+    def _check_canary(self, version: int, is_due: bool, is_long_due: bool) -> dict[str, Found]:
+        """Return the differences of this rank's engines. A collective. Raises `SyncError` on every rank if a canary
+        failed."""
+        canary, phase = self._canary, self._ranks.run_phase
+        if canary is None or not is_due:
             return {}
-        with torch.no_grad():
-            trained = torch.tensor(self._score_canary(list(self._canary_ids)), dtype=torch.float64)
+        with self._pace.measured():
+            short = phase("scoring the canary", lambda: canary.score_short(self._engines), own=True)
+        long: dict[str, Medians] = {}
+        if is_long_due:
+            with self._long_pace.measured():
+                long = phase("scoring the long row of the canary", lambda: canary.score_long(self._engines), own=True)
+        found = canary.judge(short, long)
+        if any(phase("checking the canary", lambda: self._wrong_engines(found))):
+            phase("comparing checksums", lambda: self._raise_canary_error(version, found))
+        canary.accept(found)
+        return found
 
-        async def diff(engine: SyncedEngine) -> float:
-            sampled = torch.tensor(await engine.score(self._canary_ids), dtype=torch.float64)
-            if trained.shape != sampled.shape:
-                raise SyncError(f"canary: the trainer scored {len(trained)} tokens, {engine.name} {len(sampled)}")
-            return (trained - sampled).abs().max().item()
-
-        return dict(zip(self._engines.names, self._engines.all(diff), strict=True))
-
-    def _wrong_engines(self, diffs: Mapping[str, float]) -> list[str]:
+    def _wrong_engines(self, found: Mapping[str, Found]) -> list[str]:
         """Return the names of this rank's engines whose canary failed, and pause them."""
-        # Negated, so that NaN fails.
-        limit = self._canary_limit
-        wrong = [name for name, diff in diffs.items() if not diff <= limit]
+        wrong = [name for name, one in found.items() if one.is_wrong]
         if wrong:
             self._engines.all(lambda engine: engine.pause("abort"))
         return wrong
 
-    @property
-    def _canary_limit(self) -> float:
-        return max(QUANTIZED_THRESHOLD, self._canary_threshold) if self._measures_floor else self._canary_threshold
-
-    def _raise_canary_error(self, version: int, diffs: Mapping[str, float]) -> None:
+    def _raise_canary_error(self, version: int, found: Mapping[str, Found]) -> None:
         """Raise the error of a failed canary, with the weights that differ. Every rank takes part in a gather."""
-        wrong = self._wrong_engines(diffs)
+        wrong = self._wrong_engines(found)
         if not wrong:
             if not self._sends_adapters:
                 for _ in self._source:
@@ -308,11 +300,11 @@ class WeightSync:
         else:
             sums = self._engines.all(lambda engine: engine.weight_checksums())
             where = describe_differences(self._source, dict(zip(self._engines.names, sums, strict=True))[wrong[0]])
-        differences = ", ".join(f"{name} by {diffs[name]:.3g}" for name in wrong)
+        differences = " and ".join(f"{name} {found[name]}" for name in wrong)
         raise SyncError(
-            f"after the sync to version {version} the log π of the canary differ from the trainer's: {differences}, "
-            f"expected at most {self._canary_limit:g}: the engine does not compute with the trained weights "
-            f"({wrong[0]}: {where}); run `python scripts/diagnose.py model.path=<model> data.path=<data>`"
+            f"after the sync to version {version} the log π of the canary differ from the trainer's: {differences}: "
+            f"the engine does not compute what the trainer computes ({wrong[0]}: {where}); run `python "
+            "scripts/diagnose.py model.path=<model> data.path=<data>`"
         )
 
     def _connect(self) -> None:
@@ -407,6 +399,23 @@ class WeightSync:
         raise ConfigError(f"weight transfer must be gloo, nccl or cuda_ipc, found {self._backend!r}")
 
 
+class _Pace:
+    """Cost of a row of the canary, and the time since it was scored."""
+
+    def __init__(self) -> None:
+        self._cost_s, self._ended_at = 0.0, 0.0
+
+    def is_due(self, share: float) -> bool:
+        return share == 1 or self._cost_s <= share * (time.perf_counter() - self._ended_at)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._ended_at = time.perf_counter()
+        self._cost_s = self._ended_at - started
+
+
 class _Ranks:
     """The trainer's ranks, which exchange the outcome of every phase within a deadline."""
 
@@ -489,12 +498,6 @@ def _common_settings(engines: Sequence[tuple[str, EngineSettings]]) -> EngineSet
                 f"{first}; start all with the same settings"
             )
     return first
-
-
-def canary_ids(vocab_size: int) -> list[int]:
-    """Return ids spread over the vocabulary in an unnatural order."""
-    step = max(1, int(vocab_size * 0.618))
-    return [(7 + index * step) % vocab_size for index in range(CANARY_TOKENS)]
 
 
 def _free_port(address: str) -> int:

@@ -13,9 +13,9 @@ import torch
 
 from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import EngineCall
+from lockstep.rollout.weights.canary import CANARY_THRESHOLD
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.source import ZeroSource
-from lockstep.rollout.weights.sync import CANARY_THRESHOLD
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.subject import Served, Subject
 

@@ -97,7 +97,7 @@ def recurrent(subject: Subject) -> list[Measured]:
             with subject.autocast():
                 return policy(packed, with_entropy=False)[0][None]
 
-        leak = isolation.leak(score, vocab_size=512, device=subject.device)
+        leak = isolation.leak(score, vocab_size=512, length=subject.pick(600, 100), device=subject.device)
         found.append(below(f"{name}: mean |Δ log π| by other rows", leak, subject.pick(0.03, 1e-5)))
     return found
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.rollout.errors import SyncError
-from lockstep.rollout.weights.sync import CANARY_THRESHOLD, FLOOR_FACTOR
+from lockstep.rollout.weights.canary import CANARY_THRESHOLD, FLOOR_FACTOR
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.sent import send_instead
 from tests.integration.conftest import Served, serve
@@ -35,7 +35,7 @@ def test_weights_are_quantized_at_every_sync_and_the_first_canary_sets_the_thres
 ) -> None:
     first = quantized.push()
     threshold = max(CANARY_THRESHOLD[torch.bfloat16], FLOOR_FACTOR * first.canary_abs_diff)
-    assert quantized.sync._canary_limit == pytest.approx(threshold)
+    assert quantized.sync._canary._threshold == pytest.approx(threshold)
     assert 0.02 < mean_difference(quantized) < 0.6, "the engine computes in fp8, and with the right weights"
     before = quantized.generate(PROMPT)
     perturb(quantized.model, seed=1)

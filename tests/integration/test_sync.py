@@ -58,7 +58,8 @@ def test_canaries_take_at_most_their_share_of_the_time(served: Served, monkeypat
     assert [is_scored(), is_scored()] == [True, True], "one in every push, unless a share is set"
     monkeypatch.setattr(served.sync, "_canary_share", 0.01)
     assert not is_scored()
-    monkeypatch.setattr(served.sync, "_canary_ended_at", served.sync._canary_ended_at - 101 * served.sync._canary_s)
+    pace = served.sync._pace
+    monkeypatch.setattr(pace, "_ended_at", pace._ended_at - 101 * pace._cost_s)
     assert [is_scored(), is_scored()] == [True, False]
     served.sync.reconnect()
     assert is_scored(), "an engine that was started again"
@@ -96,8 +97,8 @@ def test_a_request_in_flight_carries_both_versions_and_each_part_matches_its_wei
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan")])
 def test_a_canary_that_differs_stops_the_run(served: Served, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    monkeypatch.setattr(served.sync, "_score_canary", lambda ids: [wrong] * (len(ids) - 1))
-    with pytest.raises(SyncError, match="does not compute with the trained weights"):
+    monkeypatch.setattr(served.sync._canary, "_score", lambda ids: [wrong] * (len(ids) - 1))
+    with pytest.raises(SyncError, match="does not compute what the trainer computes"):
         served.push()
     monkeypatch.undo()
     _recover(served)

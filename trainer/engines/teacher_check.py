@@ -18,7 +18,7 @@ from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.models.loading import load_model
 from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.sync import CANARY_THRESHOLD, canary_ids
+from lockstep.rollout.weights.canary import CANARY_THRESHOLD, canary_ids
 from lockstep.trainer.config.schema import Config
 
 MEMORY_SHARE = 0.25

@@ -15,6 +15,9 @@ K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
 differ by about 1e-6 per logprob, which is k3 = 1e-12; two bfloat16 programs by 2e-2, which is 4e-4 to 7e-4 (random
 4-layer model). The noise of one program can be smaller or zero: another packing may round the same way."""
 
+FAR = 10.0
+"""k3_kl that ends a run, as a multiple of the one that raises an alarm."""
+
 SETTINGS = {
     "kl": "correction.alarm_kl",
     "ess": "correction.alarm_ess",
@@ -72,10 +75,9 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
         if not math.isfinite(value):
             found.append(f"{name} is {value}: its logprobs are not finite.")
     kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in watched)
-    floor = metrics.get(PREFIX + "noise_floor_k3", math.nan)
+    floor = _k3_floor(metrics)
     floor_name, of_floor = "the trainer's own noise", "the difference is more than rounding. Run scripts/diagnose.py."
     if QUANTIZATION_K3 in metrics:
-        floor = max(metrics[QUANTIZATION_K3], floor)
         floor_name = "the cost of quantization in the first update"
         of_floor = (
             "it can grow as the policy moves. If sync/canary_abs_diff grew too, run scripts/diagnose.py; else set "
@@ -95,7 +97,7 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             "Correct per token with tighter bounds: correction=token_truncate correction.high=2."
         )
     # With version lag a difference beyond rounding is expected.
-    if not lag > 0 and k3_kl > max(thresholds.k3_over_noise_floor * floor, thresholds.k3_negligible):
+    if not lag > 0 and k3_kl > _k3_limit(metrics, thresholds):
         found.append(
             f"{PREFIX}k3_kl is {k3_kl:.3g}, more than {thresholds.k3_over_noise_floor:g} times {floor_name} of "
             f"{floor:.3g}: {of_floor}"
@@ -125,6 +127,35 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             f"({dropped(metrics)}) and are not trained. Read why with scripts/inspect_run.py."
         )
     return found
+
+
+def disagreement(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> str | None:
+    """Return a sentence if engine and trainer disagree about the sampled tokens by far more than rounding, or None.
+
+    Its metrics are the same on all ranks.
+    """
+    if metrics.get(PREFIX + "version_lag_max", 0.0) > 0:
+        return None
+    kl, k3_kl = (metrics.get(PREFIX + name, math.nan) for name in ("kl", "k3_kl"))
+    limits = {"|kl|": (abs(kl), thresholds.kl), "k3_kl": (k3_kl, FAR * _k3_limit(metrics, thresholds))}
+    for name, (value, limit) in limits.items():
+        if value > limit:
+            return (
+                f"{name} between engine and trainer is {value:.3g} nats per token with the weights that sampled, above "
+                f"{limit:.3g}: the engine computes another model, and training on would collapse the policy. Run "
+                "scripts/diagnose.py on this run; correction.on_disagreement=warn trains on"
+            )
+    return None
+
+
+def _k3_floor(metrics: Mapping[str, float]) -> float:
+    floor = metrics.get(PREFIX + "noise_floor_k3", math.nan)
+    return max(metrics[QUANTIZATION_K3], floor) if QUANTIZATION_K3 in metrics else floor
+
+
+def _k3_limit(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> float:
+    """Return the k3_kl above which there is an alarm."""
+    return max(thresholds.k3_over_noise_floor * _k3_floor(metrics), thresholds.k3_negligible)
 
 
 def notes(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:

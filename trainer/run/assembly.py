@@ -12,6 +12,7 @@ from lockstep.rewards.composition import RewardSet
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.canary import LongRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
@@ -34,7 +35,9 @@ from lockstep.trainer.model.critic import policy_of, with_critic
 from lockstep.trainer.model.families import untested
 from lockstep.trainer.model.layers.routing import refuse_dense
 from lockstep.trainer.model.memory_plan import advice, memory_plan
+from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import ModelShape, planned_shape
+from lockstep.trainer.model.start_checks.distances import Reach, reach
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.run.library_logs import ThirdPartyLog
 from lockstep.trainer.score.reference import make_reference
@@ -156,7 +159,14 @@ def _load_trained(
     if (sentence := untested(policy.causal_lm.config.get_text_config().model_type)) is not None:
         console.warn(sentence)
     dtype = getattr(torch, config.model.dtype)
-    updater.scorer.refuse_leaks(policy, dtype=dtype, with_values=config.has_critic)
+    row = checked_row(policy, config, distributed)
+    if row.missed:
+        names = ", ".join(f"{name}={length}" for name, length in row.missed.items())
+        console.warn(
+            f"the checks at the start and after syncs score rows of {row.tokens} tokens, and rows of this run can pass "
+            f"{names} of the model's config: what it computes beyond is not checked"
+        )
+    updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.has_critic)
     if not policy.is_quantized:
         updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
     return Trained(module=prepared, shape=shape, updater=updater)
@@ -279,6 +289,14 @@ CANARY_SHARE = {"cpu": 1.0, "cuda": 0.01}
 """`sync.canary_share` where it is null, by device."""
 
 
+def checked_row(policy: Policy, config: Config, distributed: Distributed) -> Reach:
+    """Return the row that the checks of a run score."""
+    # Its last token leaves room for the one that vLLM samples.
+    longest = config.rollout.max_model_len - 1
+    device = distributed.device.type
+    return reach(policy.causal_lm.config, longest=longest, device_type=device, budget=config.pack_tokens)
+
+
 def make_sync(
     config: Config,
     distributed: Distributed,
@@ -290,11 +308,14 @@ def make_sync(
     """Make a weight sync of the trained module to these engines of this rank; a collective."""
     settings = config.sync
     share = settings.canary_share
+    policy = policy_of(distributed.unwrapped)
+    row = checked_row(policy, config, distributed)
     return WeightSync(
         engines=engines,
         sleep_level=sleep_level,
-        module=policy_of(distributed.unwrapped).model,
+        module=policy.model,
         score_canary=updater.logprobs,
+        long_row=LongRow(tokens=row.tokens, distances=row.passed, score_disturbed=updater.logprobs),
         canary_threshold=settings.canary_threshold,
         canary_share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
         pause_mode=config.pause_mode,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from lockstep.rollout.errors import RankLostError
+from lockstep.rollout.errors import RankLostError, TrainingError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
@@ -22,6 +23,7 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import code_of_files, unisolated_settings
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
+from lockstep.trainer.observe.alarms import AlarmThresholds, disagreement
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.run.assembly import Parts, assemble, choose
@@ -144,6 +146,7 @@ class Life:
                 if is_due(settings.checkpoint.every, before=before, after=report.update):
                     self._save(parts, self._state(parts))
                 on_step(report)
+                self._refuse_disagreement(report)
             if self._saved_at != trainer.version:
                 self._save(parts, self._state(parts))
             places = self._reporter.log.places if self._reporter else {}
@@ -181,6 +184,13 @@ class Life:
                 lines.rollout(rollout)
 
             return parts.trainer.step(on_rollout, lines.stage)
+
+    def _refuse_disagreement(self, report: StepReport) -> None:
+        """Raise `TrainingError` on all ranks if the engine does not compute what the trainer does."""
+        if self._config.correction.on_disagreement == "end":
+            thresholds = AlarmThresholds.of(lambda name: attrgetter(name)(self._config))
+            if sentence := disagreement(report.metrics, thresholds):
+                raise TrainingError(f"update {report.update}: {sentence}")
 
     def _evaluate(self, parts: Parts, update: int) -> Mapping[str, float]:
         """Evaluate on held-out rows; a collective."""

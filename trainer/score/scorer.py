@@ -166,14 +166,15 @@ class Scorer:
         outputs = (logp_T, *others, *([entropy_T] if with_entropy else []))
         return torch.stack([output_T.float() for output_T in outputs]), routes
 
-    def refuse_leaks(self, policy: Policy, *, dtype: torch.dtype, with_values: bool) -> None:
+    def refuse_leaks(self, policy: Policy, *, dtype: torch.dtype, length: int, with_values: bool) -> None:
         """Raise `ConfigError` if rows of a pack can see each other; a collective.
 
-        policy: the one inside the module. dtype: of the computation.
+        policy: the one inside the module. dtype: of the computation. length: of the long row of the check.
         """
         isolation.check(
             lambda packed: self._scores(packed, with_values=with_values)[0],
             vocab_size=policy.vocab_size,
+            length=length,
             name=type(policy.causal_lm).__name__,
             dtype=dtype,
             device=self._distributed.device,

@@ -17,6 +17,7 @@ from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.start_checks.rounding import rounding_errors
 from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.update.batch_dumps import Attempt
 from lockstep.trainer.update.components import GivenRows, OnRollouts, RolloutStep, TokenSet
@@ -99,10 +100,13 @@ class Updater:
         means |= self._health()
         return Updated(metrics=means, logp_N=seen_N)
 
-    def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective."""
+    def logprobs(self, ids: Sequence[int], error: float = 0.0) -> list[float]:
+        """Return log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective.
+
+        error: relative rounding error to add to the output of each layer.
+        """
         packed = collate([whole_row(ids)], [0], device=self._distributed.device)
-        with torch.no_grad():
+        with torch.no_grad(), rounding_errors(self._module, error):
             logp_T, *_ = self._module(packed, temperature=1.0, with_entropy=False)
         return logp_T.float().tolist()
 

@@ -42,6 +42,13 @@ class CorrectionConfig:
     noise_floor_every: int = setting(
         10, "updates between measurements of the noise floor, starting with the first; 0: off", low=0, when=MEASURED
     )
+    on_disagreement: str = setting(
+        "end",
+        "engine and trainer disagree by far more than rounding explains (|kl| above alarm_kl, or k3_kl above ten times "
+        "its alarm, with the weights that sampled); end: the run ends, and its last update is saved; warn: it goes on",
+        choices=("end", "warn"),
+        when=MEASURED,
+    )
     alarm_kl: float = setting(0.1, "alarm if |kl| is above [nats]", may_be_infinite=True, when=MEASURED)
     alarm_ess: float = setting(0.3, "alarm if the effective sample size is below", when=MEASURED)
     alarm_k3: float = setting(

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.computed_buffers import wrong_buffer
@@ -29,6 +28,7 @@ from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.model import decoder
 from lockstep.trainer.model.layers import chunked_attention
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.start_checks.rounding import marked_layers
 
 TOKENS = {"cuda": 1500, "cpu": 500}
 """Tokens of the row that a run computes at its start, by type of device: about a second."""
@@ -66,7 +66,7 @@ def differences(
     device = next(policy.parameters()).device
     row = whole_row(torch.randint(policy.vocab_size, (length,), generator=generator).tolist())
     packed = collate([row], [0], device=device)
-    layers = _layers(policy)
+    layers = marked_layers(policy.causal_lm.get_decoder())
     with torch.no_grad():
         with _recording(layers) as trained:
             run(packed)
@@ -110,15 +110,6 @@ class _Record:
 
     arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
     output: Tensor
-
-
-def _layers(policy: Policy) -> dict[str, nn.Module]:
-    """Return the layers of the decoder by name, without layers inside layers."""
-    layers: dict[str, nn.Module] = {}
-    for name, module in policy.causal_lm.get_decoder().named_modules():
-        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in layers):
-            layers[name] = module
-    return layers
 
 
 @contextlib.contextmanager

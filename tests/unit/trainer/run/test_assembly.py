@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -24,7 +25,8 @@ def test_canaries_take_a_hundredth_of_the_time_on_gpus(
     device: str, configured: float | None, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "WeightSync", SimpleNamespace)
-    monkeypatch.setattr(assembly, "policy_of", lambda module: SimpleNamespace(model=None))
+    causal_lm = SimpleNamespace(config=Qwen3Config())
+    monkeypatch.setattr(assembly, "policy_of", lambda module: SimpleNamespace(model=None, causal_lm=causal_lm))
     config = Config()
     config.sync.canary_share = configured
     distributed: Any = SimpleNamespace(device=torch.device(device), unwrapped=None)

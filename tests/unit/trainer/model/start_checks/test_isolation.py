@@ -26,13 +26,13 @@ def logprobs(policy: Policy) -> isolation.Score:
 
 
 def check(score: isolation.Score, dtype: torch.dtype = F32) -> None:
-    isolation.check(score, vocab_size=VOCAB_SIZE, name="Model", dtype=dtype, device="cpu")
+    isolation.check(score, vocab_size=VOCAB_SIZE, length=100, name="Model", dtype=dtype, device="cpu")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_every_family_are_isolated(family: str, tmp_path: Path) -> None:
     policy = Policy.from_pretrained(save_family(family, tmp_path))
-    assert isolation.leak(logprobs(policy), vocab_size=VOCAB_SIZE, device="cpu") < 1e-5
+    assert isolation.leak(logprobs(policy), vocab_size=VOCAB_SIZE, length=100, device="cpu") < 1e-5
     assert any(recurrent.recurrent_layers(policy)) == (family in RECURRENT)
 
 

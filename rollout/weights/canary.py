@@ -1,0 +1,205 @@
+"""Canary of a weight sync: rows that engine and trainer both score, and whose log-probabilities agree up to rounding.
+
+The short row detects wrong weights. The long one passes the lengths at which a model begins to compute in another way
+(windows, chunks, original lengths of rotary positions), where the two programs may part although their weights are
+equal. Each of its stretches is judged by its median: a token whose router rounds to another expert says nothing. What
+rounding explains is measured on the same row: the trainer scores it again with a rounding error added to the output of
+each layer.
+
+Neither detects weights one small update old: for these the engine refuses updates with missing parameters, and the
+version is read back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.rollout.engine.protocol import SyncedEngine
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.weights.control_plane import ControlPlane
+
+ScoreCanary = Callable[[list[int]], list[float]]
+"""The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, without gradients. Called on every rank, as a
+collective under ZeRO-3, in a separate thread (so an autocast context must be entered inside)."""
+
+CANARY_TOKENS = 24
+CANARY_THRESHOLD: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 1.0, torch.float16: 0.5}
+"""Largest accepted |Δ log π| of the short row, by the engine's dtype. Measured on random models: 1e-5 in float32, 0.2
+in bfloat16; 2 to 10 with a head that was not reloaded."""
+ROUNDINGS = 10.0
+"""Accepted median of a stretch of the long row, as a multiple of the effect of one rounding error per layer."""
+SMALLEST_MEDIAN: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 4e-3}
+"""Median that is accepted in any model [nats]."""
+MIN_STRETCH = 16
+"""Tokens of the shortest stretch."""
+QUANTIZED_THRESHOLD, FLOOR_FACTOR = 2.0, 3.0
+"""Thresholds of quantized engines: largest accepted |Δ log π| of the first canary, and of later ones as a multiple of
+the first, but no less than for their dtype. The same multiple holds for the stretches of the long row, of the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRow:
+    """The long row of a canary."""
+
+    tokens: int
+    score_disturbed: Callable[[list[int], float], list[float]]
+    """`ScoreCanary` with the relative error that is added to the output of each layer."""
+    distances: tuple[int, ...] = ()
+    """Lengths [tokens] at which the model begins to compute in another way, all below `tokens`."""
+
+    @property
+    def stretches(self) -> list[int]:
+        """Numbers of scored tokens of the stretches, which begin at the distances and after each quarter of the row."""
+        ends = sorted({*self.distances, *(self.tokens * quarter // 4 for quarter in (1, 2, 3)), self.tokens})
+        starts = [1]
+        for end in ends[:-1]:
+            if end - starts[-1] >= MIN_STRETCH and self.tokens - end >= MIN_STRETCH:
+                starts.append(end)
+        return [end - start for start, end in zip(starts, [*starts[1:], self.tokens], strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Medians:
+    """Medians of |Δ log π| over the stretches of the long row, of one engine [nats]."""
+
+    differences: tuple[float, ...]
+    limits: tuple[float, ...]
+    row: LongRow
+
+    @property
+    def worst(self) -> int:
+        """Index of the stretch with the largest difference relative to its limit; NaN is the largest."""
+        ratios = [one / limit for one, limit in zip(self.differences, self.limits, strict=True)]
+        return max(range(len(ratios)), key=lambda index: math.inf if math.isnan(ratios[index]) else ratios[index])
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.differences[self.worst] <= self.limits[self.worst]  # negated, so that NaN fails
+
+    def __str__(self) -> str:
+        lengths, worst = self.row.stretches, self.worst
+        first = 1 + sum(lengths[:worst])
+        passed = [distance for distance in self.row.distances if distance <= first]
+        beyond = f", beyond {passed[-1]}, where the model begins to compute in another way" if passed else ""
+        return (
+            f"by {self.differences[worst]:.3g} in the median of tokens {first} to {first + lengths[worst] - 1} of a row"
+            f"{beyond}, expected at most {self.limits[worst]:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Differences of one engine from the trainer."""
+
+    short: float
+    """Largest |Δ log π| of the short row."""
+    limit: float
+    long: Medians | None
+    """None: the long row was not scored."""
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.short <= self.limit or (self.long is not None and self.long.is_wrong)
+
+    def __str__(self) -> str:
+        if self.short <= self.limit and self.long is not None:
+            return str(self.long)
+        return f"by {self.short:.3g}, expected at most {self.limit:g}"
+
+
+class Canary:
+    """The rows of a canary, and the differences that are accepted.
+
+    Args:
+        score: the trainer's scores.
+        dtype, vocab_size: of the engines.
+        is_quantized: True for quantized engines, whose own first difference is the measure of later ones.
+        threshold: largest accepted |Δ log π| of both rows; None: by dtype, rounding and quantization.
+        long: the long row; None: only the short one is scored.
+    """
+
+    def __init__(
+        self,
+        score: ScoreCanary,
+        *,
+        dtype: torch.dtype,
+        vocab_size: int,
+        is_quantized: bool = False,
+        threshold: float | None = None,
+        long: LongRow | None = None,
+    ) -> None:
+        self._score = score
+        self._dtype = dtype
+        self._ids = canary_ids(vocab_size)
+        self._is_fixed = threshold is not None
+        self._threshold = CANARY_THRESHOLD[dtype] if threshold is None else threshold
+        self._is_quantized = is_quantized and not self._is_fixed
+        self._measures_floor = self._is_quantized
+        """True until the first canary of quantized engines, which sets the threshold of the others."""
+        self.long = long
+        generator = torch.Generator().manual_seed(0)
+        self._long_ids = torch.randint(vocab_size, (long.tokens,), generator=generator).tolist() if long else []
+
+    def score_short(self, engines: ControlPlane) -> dict[str, float]:
+        """Return the largest |Δ log π| of the short row, by this rank's engines; a collective under ZeRO-3."""
+        return {name: one.max().item() for name, one in self._differences(engines, self._ids).items()}
+
+    def judge(self, short: Mapping[str, float], long: Mapping[str, Medians]) -> dict[str, Found]:
+        """Return the differences of both rows with what is accepted. long: empty without the long row."""
+        limit = max(QUANTIZED_THRESHOLD, self._threshold) if self._measures_floor else self._threshold
+        return {name: Found(short=one, limit=limit, long=long.get(name)) for name, one in short.items()}
+
+    def accept(self, found: Mapping[str, Found]) -> None:
+        """Take the differences of the first canary of quantized engines as the floor of later ones."""
+        if found and self._measures_floor:
+            self._threshold = max(self._threshold, FLOOR_FACTOR * max(one.short for one in found.values()))
+            self._measures_floor = False
+
+    def score_long(self, engines: ControlPlane) -> dict[str, Medians]:
+        """Return the medians of the long row, by this rank's engines; a collective under ZeRO-3."""
+        assert self.long is not None
+        lengths = self.long.stretches
+        trained = _scores(self._score, self._long_ids)
+        disturbed = _scores(self.long.score_disturbed, self._long_ids, torch.finfo(self._dtype).eps)
+        rounding = [part.median().item() for part in (trained - disturbed).abs().split(lengths)]
+        by_engine = {}
+        for name, differences in self._differences(engines, self._long_ids, trained).items():
+            medians = [part.median().item() for part in differences.split(lengths)]
+            limits = [max(SMALLEST_MEDIAN[self._dtype], ROUNDINGS * one) for one in rounding]
+            if self._is_quantized:
+                limits = [max(limit, FLOOR_FACTOR * medians[0]) for limit in limits]
+                limits[0] = max(limits[0], QUANTIZED_THRESHOLD)
+            if self._is_fixed:
+                limits = [self._threshold] * len(limits)
+            by_engine[name] = Medians(differences=tuple(medians), limits=tuple(limits), row=self.long)
+        return by_engine
+
+    def _differences(
+        self, engines: ControlPlane, ids: Sequence[int], trained: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return |Δ log π| of each engine, by name. trained: the trainer's scores; None: computed."""
+        expected = _scores(self._score, ids) if trained is None else trained
+
+        async def difference(engine: SyncedEngine) -> Tensor:
+            sampled = torch.tensor(await engine.score(ids), dtype=torch.float64)
+            if expected.shape != sampled.shape:
+                raise SyncError(f"canary: the trainer scored {len(expected)} tokens, {engine.name} {len(sampled)}")
+            return (expected - sampled).abs()
+
+        return dict(zip(engines.names, engines.all(difference), strict=True))
+
+
+def _scores(score: Callable[..., list[float]], ids: Sequence[int], *error: float) -> Tensor:
+    with torch.no_grad():
+        return torch.tensor(score(list(ids), *error), dtype=torch.float64)
+
+
+def canary_ids(vocab_size: int) -> list[int]:
+    """Return ids spread over the vocabulary in an unnatural order."""
+    step = max(1, int(vocab_size * 0.618))
+    return [(7 + index * step) % vocab_size for index in range(CANARY_TOKENS)]

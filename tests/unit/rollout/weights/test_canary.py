@@ -1,0 +1,102 @@
+"""Rows of a canary and the differences that are accepted, with an engine whose scores the test chooses."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.canary import Canary, Found, LongRow
+from lockstep.rollout.weights.control_plane import ControlPlane
+
+TOKENS, WINDOW = 400, 128
+
+
+def stretches(tokens: int, *distances: int) -> list[int]:
+    return LongRow(tokens=tokens, score_disturbed=lambda ids, error: [], distances=distances).stretches
+
+
+def test_stretches_begin_at_quarters_and_distances() -> None:
+    assert stretches(400) == [99, 100, 100, 100]
+    assert stretches(400, 128) == [99, 28, 72, 100, 100]
+    assert stretches(400, 101, 399) == [99, 100, 100, 100], "no stretch is shorter than 16 tokens"
+    assert stretches(30) == [29]
+    assert stretches(2) == [1]
+
+
+class Scored:
+    """A trainer whose log π are all -2, and an engine that differs from it by `differences` of the long row."""
+
+    def __init__(self, loop: BackgroundLoop, *, rounding: float = 0.0, **settings: Any) -> None:
+        self.differences = torch.zeros(TOKENS - 1, dtype=torch.float64)
+        self.short = 0.0
+
+        async def score(ids: list[int]) -> list[float]:
+            return (-2.0 + (self.differences if len(ids) == TOKENS else self.short * torch.ones(len(ids) - 1))).tolist()
+
+        engine: Any = SimpleNamespace(name="engine 0", loop=loop, score=score)
+        self.engines = ControlPlane([engine], 30.0, is_staged=True)
+        long = LongRow(
+            tokens=TOKENS,
+            distances=(WINDOW,),
+            score_disturbed=lambda ids, error: [-2.0 + rounding * error] * (len(ids) - 1),
+        )
+        settings = {"dtype": torch.float32, "vocab_size": 100, "long": long} | settings
+        self.canary = Canary(lambda ids: [-2.0] * (len(ids) - 1), **settings)
+
+    def found(self) -> Found:
+        short, long = self.canary.score_short(self.engines), self.canary.score_long(self.engines)
+        return self.canary.judge(short, long)["engine 0"]
+
+
+@pytest.fixture
+def loop() -> Any:
+    with BackgroundLoop() as background:
+        yield background
+
+
+def test_a_difference_beyond_a_window_is_named(loop: BackgroundLoop) -> None:
+    scored = Scored(loop)
+    assert not scored.found().is_wrong
+    scored.differences[WINDOW:] = 2e-4
+    found = scored.found()
+    assert found.is_wrong
+    assert str(found) == (
+        "by 0.0002 in the median of tokens 128 to 199 of a row, beyond 128, where the model begins to compute in "
+        "another way, expected at most 0.0001"
+    )
+
+
+def test_single_tokens_say_nothing(loop: BackgroundLoop) -> None:
+    scored = Scored(loop)
+    scored.differences[::3] = 1.0  # a third of the tokens have another expert
+    assert not scored.found().is_wrong
+
+
+def test_what_rounding_explains_is_accepted(loop: BackgroundLoop) -> None:
+    scored = Scored(loop, rounding=1.0 / torch.finfo(torch.bfloat16).eps, dtype=torch.bfloat16)
+    for difference, is_wrong in ((9.0, False), (11.0, True), (math.nan, True)):
+        scored.differences[:] = difference
+        assert scored.found().is_wrong is is_wrong
+
+
+def test_a_chosen_threshold_holds_for_both_rows(loop: BackgroundLoop) -> None:
+    scored = Scored(loop, threshold=0.5)
+    scored.differences[:], scored.short = 0.4, 0.4
+    assert not scored.found().is_wrong
+    scored.differences[-100:] = 0.6
+    assert scored.found().is_wrong
+    scored.differences[:], scored.short = 0.0, 0.6
+    assert str(scored.found()) == "by 0.6, expected at most 0.5"
+
+
+def test_a_quantized_engine_may_differ_equally_at_every_distance(loop: BackgroundLoop) -> None:
+    scored = Scored(loop, is_quantized=True, dtype=torch.bfloat16)
+    scored.differences[:] = 0.5
+    assert not scored.found().is_wrong
+    scored.differences[WINDOW:] = 1.6
+    assert scored.found().is_wrong
