@@ -29,7 +29,12 @@ from tests.fixtures.ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 CONTEXT = 320
-FAMILIES = ("gpt_oss", "llama4")
+DISTANCE = 64
+"""Beyond the short row of the canary."""
+FAMILIES = {
+    "gpt_oss": {"sliding_window": DISTANCE},
+    "llama4": {"attention_chunk_size": DISTANCE, "floor_scale": DISTANCE},
+}
 
 Engines = dict[str, tuple[Path, EmbeddedEngine]]
 
@@ -41,7 +46,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         started = {}
         for family in FAMILIES:
             directory = tmp_path_factory.mktemp(family)
-            path = save_family(family, directory / "model")
+            path = changed(save_family(family, directory / "family"), directory / "model", **FAMILIES[family])
             with forks_for_spawns():
                 engine = EmbeddedEngine(
                     path,
@@ -57,15 +62,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
             loop.run(engine.close())
 
 
-def changed(path: Path, directory: Path, **values: Any) -> Policy:
-    """Load the model with other values in its config."""
+def changed(path: Path, directory: Path, **values: Any) -> Path:
+    """Copy a model, with other values in its config."""
     directory.mkdir()
     for file in path.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
     config = json.loads((directory / "config.json").read_text())
     assert all(config[name] != value for name, value in values.items())
     (directory / "config.json").write_text(json.dumps(config | values))
-    return Policy.from_pretrained(directory)
+    return directory
 
 
 @contextmanager
@@ -96,21 +101,24 @@ def test_equal_programs_agree(engines: Engines, family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "values"),
     [
-        pytest.param("gpt_oss", {"sliding_window": 17}, id="window"),
+        pytest.param("gpt_oss", {"sliding_window": DISTANCE + 1}, id="window"),
         pytest.param("gpt_oss", {"rms_norm_eps": 1e-3}, id="norm"),
         pytest.param("gpt_oss", {"num_experts_per_tok": 1}, id="router"),
-        pytest.param("llama4", {"floor_scale": 32}, id="scale by length"),
-        pytest.param("llama4", {"attention_chunk_size": 64}, id="chunk"),
+        pytest.param("llama4", {"floor_scale": DISTANCE + 1}, id="scale by length"),
+        pytest.param("llama4", {"attention_chunk_size": DISTANCE + 1}, id="chunk"),
     ],
 )
 def test_another_value_in_the_config_is_found_by_the_first_sync(
     engines: Engines, family: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
     path, engine = engines[family]
-    with synced(changed(path, tmp_path / "changed", **values), engine) as sync, pytest.raises(SyncError) as caught:
+    policy = Policy.from_pretrained(changed(path, tmp_path / "changed", **values))
+    with synced(policy, engine) as sync, pytest.raises(SyncError) as caught:
         sync.push(1)
     assert "the engine does not compute what the trainer computes" in str(caught.value)
     assert "the fault is in the engine's computation" in str(caught.value)
+    is_distant = DISTANCE + 1 in values.values()
+    assert (f"beyond {DISTANCE + 1}, where the model begins to compute in another way" in str(caught.value)) is is_distant
 
 
 def without_bias(linear: nn.Linear) -> None:
