@@ -13,7 +13,9 @@ version is read back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -192,6 +194,23 @@ class Canary:
             return (expected - sampled).abs()
 
         return dict(zip(engines.names, engines.all(difference), strict=True))
+
+
+class Pace:
+    """Cost of a row of the canary, and the time since it was scored."""
+
+    def __init__(self) -> None:
+        self._cost_s, self._ended_at = 0.0, 0.0
+
+    def is_due(self, share: float) -> bool:
+        return share == 1 or self._cost_s <= share * (time.perf_counter() - self._ended_at)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._ended_at = time.perf_counter()
+        self._cost_s = self._ended_at - started
 
 
 def _scores(score: Callable[..., list[float]], ids: Sequence[int], *error: float) -> Tensor:

@@ -19,8 +19,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -33,7 +32,7 @@ from lockstep.rollout.errors import ConfigError, EngineError, RankLostError, Syn
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
 from lockstep.rollout.system.device_memory import release_cached_memory
-from lockstep.rollout.weights.canary import Canary, Found, LongRow, Medians, ScoreCanary
+from lockstep.rollout.weights.canary import Canary, Found, LongRow, Medians, Pace, ScoreCanary
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
 
@@ -127,7 +126,7 @@ class WeightSync:
         self._deadline_s = deadline_s
         self._pause_mode = pause_mode
         self._canary_share = canary_share
-        self._pace, self._long_pace = _Pace(), _Pace()
+        self._pace, self._long_pace = Pace(), Pace()
         self._sleep_level = sleep_level
         self._is_asleep = False
         self._ranks = _Ranks(deadline_s)
@@ -222,7 +221,7 @@ class WeightSync:
         """Join the engines again, after a restart; push next. A collective. Raises `SyncError`."""
         self._transport.shutdown()
         self._connect()
-        self._pace, self._long_pace = _Pace(), _Pace()
+        self._pace, self._long_pace = Pace(), Pace()
 
     def close(self) -> None:
         """Leave the transport and the ranks' process group; the engines keep running."""
@@ -397,23 +396,6 @@ class WeightSync:
 
             return CudaIpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=buffer_bytes)
         raise ConfigError(f"weight transfer must be gloo, nccl or cuda_ipc, found {self._backend!r}")
-
-
-class _Pace:
-    """Cost of a row of the canary, and the time since it was scored."""
-
-    def __init__(self) -> None:
-        self._cost_s, self._ended_at = 0.0, 0.0
-
-    def is_due(self, share: float) -> bool:
-        return share == 1 or self._cost_s <= share * (time.perf_counter() - self._ended_at)
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._ended_at = time.perf_counter()
-        self._cost_s = self._ended_at - started
 
 
 class _Ranks:

@@ -13,8 +13,9 @@ import torch
 
 from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import EngineCall
-from lockstep.rollout.weights.canary import CANARY_THRESHOLD
+from lockstep.rollout.weights.canary import CANARY_THRESHOLD, Canary, LongRow
 from lockstep.rollout.weights.checksums import describe_differences
+from lockstep.rollout.weights.control_plane import ControlPlane
 from lockstep.rollout.weights.source import ZeroSource
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.subject import Served, Subject
@@ -109,15 +110,29 @@ def canary(subject: Subject) -> list[Measured]:
     ids = subject.prompts(1, 24)[0]
     with subject.served() as served:
         before = served.push().canary_abs_diff
+        at_distance = _long_row(served)
         with torch.no_grad():
             for parameter in served.policy.causal_lm.get_decoder().get_submodule("layers.2").parameters():
                 parameter.mul_(1.5)
         scores = torch.tensor(served.engine.loop.run(served.engine.score(ids)))
         difference = (scores - torch.tensor(served.scores(ids))).abs().max().item()
+        scaled_at_distance = _long_row(served)
     return [
         below("canary with equal weights", before, threshold),
         above("canary after one layer was scaled", difference, threshold),
+        below("long row with equal weights, share of what is accepted", at_distance, 0.5),
+        above("long row after one layer was scaled, the same", scaled_at_distance, 1),
     ]
+
+
+def _long_row(served: Served) -> float:
+    """Return the largest median of a stretch of the canary's long row, as a share of the accepted one."""
+    subject, engine = served.subject, served.engine
+    row = LongRow(tokens=subject.max_model_len - 1, score_disturbed=served.scores)
+    dtype = getattr(torch, subject.dtype)
+    canary = Canary(served.scores, dtype=dtype, vocab_size=engine.vocab_size, long=row)
+    medians = canary.score_long(ControlPlane([engine], 120, is_staged=True))[engine.name]
+    return medians.differences[medians.worst] / medians.limits[medians.worst]
 
 
 def graphs(subject: Subject) -> list[Measured]:

@@ -26,6 +26,7 @@ from lockstep.trainer.batch.packing import collate
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model.lora import add_adapters
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.start_checks.rounding import rounding_errors
 from lockstep.trainer.update.updater import whole_row
 from scripts.gpu_checks.measured import Measured, within_floor
 
@@ -187,10 +188,10 @@ class Served:
         return await asyncio.gather(*map(self.engine.generate, prompts, settings))
 
     @torch.no_grad()
-    def scores(self, ids: Sequence[int]) -> list[float]:
-        """Return the trainer's log π(ids[i] | ids[:i]) for i >= 1."""
+    def scores(self, ids: Sequence[int], error: float = 0.0) -> list[float]:
+        """Return the trainer's log π(ids[i] | ids[:i]) for i >= 1. error: as in `Updater.logprobs`."""
         packed = collate([whole_row(ids)], [0], device=self.subject.device)
-        with self.subject.autocast():
+        with self.subject.autocast(), rounding_errors(self.policy, error):
             return self.policy(packed, with_entropy=False)[0].float().tolist()
 
     def trained_logprobs(self, calls: Sequence[EngineCall]) -> torch.Tensor:

@@ -104,7 +104,7 @@ def test_equal_programs_agree(engines: Engines, family: str) -> None:
         pytest.param("gpt_oss", {"sliding_window": DISTANCE + 1}, id="window"),
         pytest.param("gpt_oss", {"rms_norm_eps": 1e-3}, id="norm"),
         pytest.param("gpt_oss", {"num_experts_per_tok": 1}, id="router"),
-        pytest.param("llama4", {"floor_scale": DISTANCE + 1}, id="scale by length"),
+        pytest.param("llama4", {"floor_scale": 2 * DISTANCE}, id="scale by length"),
         pytest.param("llama4", {"attention_chunk_size": DISTANCE + 1}, id="chunk"),
     ],
 )
@@ -117,8 +117,8 @@ def test_another_value_in_the_config_is_found_by_the_first_sync(
         sync.push(1)
     assert "the engine does not compute what the trainer computes" in str(caught.value)
     assert "the fault is in the engine's computation" in str(caught.value)
-    is_distant = DISTANCE + 1 in values.values()
-    assert (f"beyond {DISTANCE + 1}, where the model begins to compute in another way" in str(caught.value)) is is_distant
+    is_distant = max(values.values()) > DISTANCE
+    assert (", where the model begins to compute in another way" in str(caught.value)) is is_distant
 
 
 def without_bias(linear: nn.Linear) -> None:

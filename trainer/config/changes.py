@@ -17,7 +17,7 @@ from lockstep.trainer.setting import free_form
 HARMLESS = (
     *("resume", "resume_with_changes", "run_name", "run_root", "max_hours", "step_timeout_s", "on_step_timeout"),
     *("logger", "checkpoint", "eval", "gateway", "data.heldout_path", "data.heldout_split", "algorithm.name"),
-    *("updates", "dry_run", "profile", "profile_steps"),
+    *("updates", "dry_run", "profile", "profile_steps", "correction.on_disagreement"),
 )
 """Settings and groups that training does not depend on; for `updates` see `changes`."""
 TASK = (

@@ -155,7 +155,8 @@ def _k3_floor(metrics: Mapping[str, float]) -> float:
 
 def _k3_limit(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> float:
     """Return the k3_kl above which there is an alarm."""
-    return max(thresholds.k3_over_noise_floor * _k3_floor(metrics), thresholds.k3_negligible)
+    # In this order: without a measured floor, NaN, the constant holds.
+    return max(thresholds.k3_negligible, thresholds.k3_over_noise_floor * _k3_floor(metrics))
 
 
 def notes(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:

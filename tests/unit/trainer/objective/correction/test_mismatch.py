@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 
 import pytest
@@ -20,7 +21,7 @@ from lockstep.trainer.objective.correction.mismatch import (
     quantization_cost,
 )
 from lockstep.trainer.objective.correction.weights import CorrectionResult, correction_weights
-from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, notes
+from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, disagreement, notes
 
 TRAIN = [-1.0, -2.0, -0.5, -0.001, -3.0, -0.7]
 SAMP = [-1.1, -1.5, -0.5, -0.002, -3.4, -1.9]
@@ -289,6 +290,25 @@ def test_each_alarm_names_its_metric_and_threshold(name, value, sentence):
     (alarm,) = alarms(HEALTHY | {name: value}, AlarmThresholds())
     assert sentence in alarm
     assert name in alarm
+
+
+@pytest.mark.parametrize(
+    ("metrics", "ends"),
+    [
+        ({}, ""),
+        ({"k3_kl": 9e-8}, ""),
+        ({"k3_kl": 2e-7}, "k3_kl between engine and trainer is 2e-07 .* above 1e-07"),
+        ({"k3_kl": 2e-7, "noise_floor_k3": 1e-8}, ""),
+        ({"k3_kl": 2e-7, "quantization_k3": 1e-8}, ""),
+        ({"k3_kl": 2e-7, "version_lag_max": 1.0}, ""),
+        ({"k3_kl": 0.0, "kl": -0.2}, r"\|kl\| between engine and trainer is 0.2 .* above 0.1"),
+        ({"kl": 0.2, "version_lag_max": 1.0}, ""),
+    ],
+)
+def test_only_a_disagreement_far_beyond_rounding_ends_a_run(metrics, ends):
+    sentence = disagreement({f"rollout_correction/{name}": value for name, value in metrics.items()}, AlarmThresholds())
+    assert (sentence is None) is (not ends)
+    assert re.search(ends, sentence or "")
 
 
 def test_what_quantization_costs_is_the_floor_of_its_alarm():
