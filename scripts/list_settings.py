@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
+from lockstep.trainer.config.conditions import LEARNS_FROM_TEACHER, ROLLOUTS
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
@@ -42,8 +43,11 @@ def meaning(declared: Setting) -> str:
         text += ", or `path/to/file.py:function`"
     if declared.range:
         text += f" ({declared.range})"
-    if declared.when is not None and not declared.when.instead.startswith("it for"):
-        text += f". Counts with `{declared.when.instead}`"
+    if declared.when is ROLLOUTS:
+        text += ". Not with `algorithm=sft`"
+    elif declared.when is not None and not declared.when.instead.startswith("it for"):
+        counts = "With `algorithm=sft` counts" if declared.when is LEARNS_FROM_TEACHER else "Counts"
+        text += f". {counts} with `{declared.when.instead}`"
     return text
 
 

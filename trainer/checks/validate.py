@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.algorithm import algorithm_problems
+from lockstep.trainer.checks.conversations import (
+    demonstration_problems,
+    demonstration_row_problems,
+)
 from lockstep.trainer.checks.correction import asynchrony_problems, correction_problems
 from lockstep.trainer.checks.data import (
     data_file_problems,
@@ -34,11 +38,6 @@ from lockstep.trainer.checks.names import (
     sandbox_problems,
 )
 from lockstep.trainer.checks.tracking import tracking_problems
-from lockstep.trainer.checks.without_rollouts import (
-    demonstration_problems,
-    demonstration_row_problems,
-    without_rollouts_problems,
-)
 from lockstep.trainer.config.launcher import launch_problems
 from lockstep.trainer.config.schema import Config
 
@@ -59,8 +58,6 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
             problems += [*null_problems(config), *reward_problems(config), *reward_name_problems(config)]
             problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
             problems += engine_problems(config)
-        else:
-            problems += without_rollouts_problems(config)
         problems += [*launch_problems(config), *model_problems(config), *data_problems(config)]
         problems += [*demonstration_problems(config), *url_problems("teacher.urls", config.teacher.urls)]
         problems += evaluation_problems(config, trains=trains)

@@ -42,6 +42,11 @@ PROJECTS = When(
     because=("logger.wandb",),
 )
 ROLLOUTS = When(instead="algorithm=grpo", holds=lambda c: c.has_rollouts, because=("algorithm.trains_on",))
+LEARNS_FROM_TEACHER = When(
+    instead="demonstrations.teacher_divergence=forward",
+    holds=lambda c: c.has_rollouts or c.demonstrations.teacher_divergence != "off",
+    because=("algorithm.trains_on", "demonstrations.teacher_divergence"),
+)
 DEMONSTRATED = When(instead="demonstrations.path=conversations.jsonl", holds=lambda c: bool(c.demonstration_sets()))
 SAVED = When(
     instead="demonstrations.path=rollouts:runs/teacher",

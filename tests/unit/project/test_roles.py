@@ -14,7 +14,7 @@ ALLOWED = {
     "rollout/gateway/": "reads and writes the formats of APIs, and finds the turn that a request extends",
     "rollout/environments/prompt.py": "refuses a prompt that ends with an assistant turn",
     "rollout/episode/demonstration.py": "trains all assistant turns of a conversation that was not sampled",
-    "trainer/checks/without_rollouts.py": "refuses demonstrations without a turn to train",
+    "trainer/checks/conversations.py": "refuses demonstrations without a turn to train",
     "trainer/reward_model/data.py": "reads comparisons, which were not sampled",
     "trainer/observe/transcript.py": "gives roles colors",
     "rollout/episode/contract.py": "checks the messages that an environment returns",

@@ -27,6 +27,7 @@ from lockstep.trainer.config.conditions import (
     OWN_ADVANTAGE,
     OWN_LOSS,
     REFILLS,
+    ROLLOUTS,
     TRACKED_KL,
     TURN_REWARDS,
 )
@@ -48,7 +49,7 @@ class AlgorithmFields:
         "(docs/sft.md)",
         choices=("rollouts", "demonstrations"),
     )
-    advantage: str = setting("grpo", "advantage estimator", choices=tuple(ADVANTAGES), or_function=True)
+    advantage: str = setting("grpo", "advantage estimator", choices=tuple(ADVANTAGES), or_function=True, when=ROLLOUTS)
     loss: str = setting("ppo_clip", "policy loss per token", choices=tuple(POLICY_LOSSES), or_function=True)
     advantage_settings: dict[str, Any] = setting({}, "keyword arguments of an advantage of yours", when=OWN_ADVANTAGE)
     loss_settings: dict[str, Any] = setting({}, "keyword arguments of a loss of yours", when=OWN_LOSS)
@@ -65,12 +66,16 @@ class AlgorithmFields:
         1.0,
         "weight of advantages from rewards beside those from the teacher; 0: distillation alone",
         low=0,
+        when=ROLLOUTS,
     )
     teacher_coef: float = setting(
-        0.0, "weight of logp_teacher - logp_old in the advantage of each token (docs/distillation.md)", low=0
+        0.0,
+        "weight of logp_teacher - logp_old in the advantage of each token (docs/distillation.md)",
+        low=0,
+        when=ROLLOUTS,
     )
     teacher_divergence: str = setting(
-        "off", "loss over the most probable tokens of the teacher", choices=("off", *DIVERGENCES)
+        "off", "loss over the most probable tokens of the teacher", choices=("off", *DIVERGENCES), when=ROLLOUTS
     )
     teacher_divergence_coef: float = setting(1.0, "weight of the divergence in the loss", low=0, when=DIVERGENCE)
     teacher_divergence_top_k: int = setting(
@@ -84,11 +89,13 @@ class AlgorithmFields:
         0.5, "jsd: weight of the teacher in the mixture", above=0, below=1, when=MIXTURE
     )
     turn_rewards: bool = setting(
-        False, "credit per turn, from the outcome `turn_rewards` of the environment (docs/algorithms.md)"
+        False, "credit per turn, from the outcome `turn_rewards` of the environment (docs/algorithms.md)", when=ROLLOUTS
     )
     turn_discount: float = setting(1.0, "discount of rewards per turn", low=0, high=1, when=TURN_REWARDS)
-    epochs: int = setting(1, "passes over a rollout batch", low=1)
-    minibatches: int = setting(1, "optimizer steps per pass; must divide prompts_per_step x samples_per_prompt", low=1)
+    epochs: int = setting(1, "passes over a rollout batch", low=1, when=ROLLOUTS)
+    minibatches: int = setting(
+        1, "optimizer steps per pass; must divide prompts_per_step x samples_per_prompt", low=1, when=ROLLOUTS
+    )
     value_coef: float = setting(0.5, "weight of the value loss", low=0, when=CRITIC)
     value_clip: float | None = setting(
         0.2, "clip range of values around those before the update [reward]; null: none", above=0, when=CRITIC
@@ -99,9 +106,14 @@ class AlgorithmFields:
         low=0,
         when=CRITIC,
     )
-    entropy_coef: float = setting(0.0, "weight of the entropy bonus; with entropy_target the first one", low=0)
+    entropy_coef: float = setting(
+        0.0, "weight of the entropy bonus; with entropy_target the first one", low=0, when=ROLLOUTS
+    )
     entropy_target: float | None = setting(
-        None, "entropy per token below which entropy_coef acts and grows [nats]; null: entropy_coef is fixed", above=0
+        None,
+        "entropy per token below which entropy_coef acts and grows [nats]; null: entropy_coef is fixed",
+        above=0,
+        when=ROLLOUTS,
     )
     entropy_coef_step: float = setting(
         0.005,
@@ -118,7 +130,9 @@ class AlgorithmFields:
     router_z_coef: float | None = setting(
         0.0, "mixtures of experts: weight of the z-loss of the routers; null: the model's router_z_loss_coef", low=0
     )
-    kl_coef: float = setting(0.0, "weight of the KL from the frozen reference; 0: no reference is loaded", low=0)
+    kl_coef: float = setting(
+        0.0, "weight of the KL from the frozen reference; 0: no reference is loaded", low=0, when=ROLLOUTS
+    )
     kl_target: float | None = setting(
         None, "KL per rollout to which kl_coef adapts [nats]; null: kl_coef is fixed", above=0, when=ADAPTED_KL
     )
@@ -140,17 +154,24 @@ class AlgorithmFields:
         when=HORIZON,
     )
     overlong_buffer: float = setting(
-        0.0, "last share of the horizon, in which the reward falls linearly by overlong_penalty; 0: off", low=0, high=1
+        0.0,
+        "last share of the horizon, in which the reward falls linearly by overlong_penalty; 0: off",
+        low=0,
+        high=1,
+        when=ROLLOUTS,
     )
     overlong_penalty: float = setting(1.0, "reward lost by a rollout of the whole horizon", low=0, when=OVERLONG)
     length_control: str = setting(
-        "off", "reward for short rollouts, relative to their group (rewards/length.py)", choices=("off", *RULES)
+        "off",
+        "reward for short rollouts, relative to their group (rewards/length.py)",
+        choices=("off", *RULES),
+        when=ROLLOUTS,
     )
     length_weight: float = setting(0.1, "weight of the reward of length control", low=0, when=LENGTH)
     solved_reward: float = setting(
         1.0, "length control: lowest reward of the functions of a rollout that counts as solved", when=LENGTH
     )
-    dynamic_sampling: bool = setting(False, "replace groups whose rewards are all equal by new groups")
+    dynamic_sampling: bool = setting(False, "replace groups whose rewards are all equal by new groups", when=ROLLOUTS)
     max_refills: int = setting(3, "maximum number of replacements of dropped groups per step", low=0, when=REFILLS)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.trainer.config.conditions import MEASURED, WEIGHTS
+from lockstep.trainer.config.conditions import MEASURED, ROLLOUTS, WEIGHTS
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 from lockstep.trainer.setting import setting
 
@@ -24,6 +24,7 @@ class CorrectionConfig:
     rejection: dict[str, float] = setting(
         {},
         "criterion: threshold; tokens that fail one leave loss and denominator (trainer/objective/correction/modes.py)",
+        when=ROLLOUTS,
     )
     logp_old: str = setting(
         "recompute",
@@ -35,9 +36,10 @@ class CorrectionConfig:
         "experts of a mixture of experts in the trainer's passes; engine: R3, those that the engine chose; old: R2, "
         "those of the pass for the old logprobs; off: the routers' own",
         choices=("off", "engine", "old"),
+        when=ROLLOUTS,
     )
     kl_penalty: float = setting(
-        0.0, "advantage lost per nat of logp_samp - logp_old above its mean over the step", low=0
+        0.0, "advantage lost per nat of logp_samp - logp_old above its mean over the step", low=0, when=ROLLOUTS
     )
     noise_floor_every: int = setting(
         10, "updates between measurements of the noise floor, starting with the first; 0: off", low=0, when=MEASURED

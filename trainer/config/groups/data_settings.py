@@ -48,13 +48,14 @@ class DataSetConfig:
 @dataclass
 class CurriculumConfig:
     rest_epochs: int = setting(
-        0, "epochs to leave a row out after its pass rate was too low or too high; 0: no rest", low=0
+        0, "epochs to leave a row out after its pass rate was too low or too high; 0: no rest", low=0, when=ROLLOUTS
     )
     weighting: str = setting(
         "uniform",
         "how often a row comes, by its pass rate p; uniform: always; learnability: by p(1-p); pools: by whether it is "
         "too hard, solved or in between (docs/data.md)",
         choices=("uniform", "learnability", "pools"),
+        when=ROLLOUTS,
     )
     window: int = setting(1, "last visits of a row that count for its pass rate", low=1, when=CURRICULUM)
     min_weight: float = setting(
@@ -100,11 +101,11 @@ class DataConfig:
         "renamed columns, {prompt: question, answer: solution}; `a.b` is column b inside of column a; null leaves a "
         "column out",
     )
-    system_prompt: str | None = setting(None, "system message for prompts without one; null: none")
+    system_prompt: str | None = setting(None, "system message for prompts without one; null: none", when=ROLLOUTS)
     sources: dict[str, Any] = setting({}, "data sets by name, mixed by weight, in place of data.path (docs/data.md)")
     shuffle: bool = setting(True, "draw a new permutation per epoch from `seed`; false: file order")
     max_prompt_tokens: int | None = setting(
-        None, "rows with longer prompts are left out, with a report [tokens]", low=1
+        None, "rows with longer prompts are left out, with a report [tokens]", low=1, when=ROLLOUTS
     )
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.rollout.engine.protocol import ONLINE_SCHEMES
-from lockstep.trainer.config.conditions import AHEAD, COLOCATED, EMBEDDED, OWN_ENGINES, SERVERS
+from lockstep.trainer.config.conditions import AHEAD, COLOCATED, EMBEDDED, OWN_ENGINES, ROLLOUTS, SERVERS
 from lockstep.trainer.setting import setting
 
 CPU_CACHE_GIB = 0.25
@@ -28,7 +28,9 @@ class RolloutConfig:
     )
     prompts_per_step: int = setting(16, "prompts per rollout batch, over all ranks", low=1)
     samples_per_prompt: int = setting(8, "rollouts per prompt (the group size G)", low=1)
-    temperature: float = setting(1.0, "sampling temperature; the trainer divides logits by it too", above=0)
+    temperature: float = setting(
+        1.0, "sampling temperature; the trainer divides logits by it too", above=0, when=ROLLOUTS
+    )
     top_p: float = setting(1.0, "nucleus; below 1 changes the sampling distribution", low=0, high=1)
     top_k: int = setting(0, "0: off", low=0)
     min_p: float = setting(0.0, "0: off", low=0, high=1)
@@ -52,6 +54,7 @@ class RolloutConfig:
         "engine quantizes the weights that arrive, and the trainer does not (docs/engines.md); null: off. On a CPU "
         "fp8_per_channel only",
         choices=ONLINE_SCHEMES,
+        when=ROLLOUTS,
     )
     batch_invariant: bool = setting(
         False, "vLLM's batch-invariant kernels: a request has the same logprobs in any batch, at a cost; on GPUs"
@@ -76,6 +79,7 @@ class RolloutConfig:
         "0: rollouts are sampled by current weights; k: during training, by weights at most k updates old "
         "(docs/asynchrony.md)",
         low=0,
+        when=ROLLOUTS,
     )
     stragglers: str = setting(
         "wait",

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.trainer.config.conditions import AVERAGED, TAUGHT, TEACHER, TEACHER_ENGINE, TEACHER_SERVERS, WITH_CONTEXT
+from lockstep.trainer.config.conditions import (
+    AVERAGED,
+    LEARNS_FROM_TEACHER,
+    TAUGHT,
+    TEACHER,
+    TEACHER_ENGINE,
+    TEACHER_SERVERS,
+    WITH_CONTEXT,
+)
 from lockstep.trainer.setting import declarations, setting, typed
 
 
@@ -16,6 +24,7 @@ class TeacherConfig:
         "(self-distillation); average: a moving average of the policy, in an engine of its own; saved: scores that "
         "were saved with rollouts",
         choices=("model", "policy", "average", "saved"),
+        when=LEARNS_FROM_TEACHER,
     )
     average_decay: float = setting(
         0.95, "share of the average that a step keeps; the rest is the policy", above=0, below=1, when=AVERAGED
@@ -23,6 +32,7 @@ class TeacherConfig:
     path: str | None = setting(
         None,
         "directory or hub id of the model to distill, with the policy's tokenizer; null: no teacher of source=model",
+        when=LEARNS_FROM_TEACHER,
     )
     context: str | None = setting(
         None,

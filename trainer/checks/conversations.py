@@ -1,4 +1,4 @@
-"""Conflicts of demonstrations, also of a run that trains on them alone, and the first row of those in local files."""
+"""Conflicts of demonstrations with other settings, and the first row of those in local files."""
 
 from __future__ import annotations
 
@@ -10,42 +10,7 @@ from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSet
 from lockstep.trainer.config.paths import file_exists
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
-from lockstep.trainer.setting import declarations, typed
-
-WITHOUT_EFFECT = (
-    *("algorithm.kl_coef", "algorithm.entropy_coef", "algorithm.epochs", "algorithm.minibatches"),
-    *("algorithm.turn_rewards", "algorithm.dynamic_sampling", "data.curriculum.rest_epochs", "data.max_prompt_tokens"),
-    *("data.system_prompt", "rollout.temperature", "rollout.max_staleness", "rollout.quantization"),
-    *("correction.rejection", "correction.kl_penalty", "correction.routing_replay"),
-    *("algorithm.entropy_target", "algorithm.length_control", "algorithm.overlong_buffer", "algorithm.teacher_coef"),
-    *(
-        "algorithm.teacher_divergence",
-        "algorithm.reward_coef",
-        "teacher.path",
-        "teacher.source",
-        "data.curriculum.weighting",
-    ),
-)
-"""Settings of rollouts that would change what is trained, if rollouts were trained."""
-
-
-def without_rollouts_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per setting that a run on demonstrations alone would ignore."""
-    found = declarations(config)
-    for name in WITHOUT_EFFECT:
-        declared, value = found[name]
-        is_used = name in ("teacher.path", "teacher.source") and config.demonstrations.teacher_divergence != "off"
-        if value != declared.default and not is_used:
-            yield (
-                f"{name}={typed(value)} does nothing with algorithm=sft, which trains on demonstrations alone; set "
-                f"{name}={typed(declared.default)}, or mix the demonstrations into another algorithm with "
-                "demonstrations.path=<messages file>"
-            )
-    if config.has_critic:
-        yield (
-            f"algorithm.advantage={config.algorithm.advantage} trains a critic, which needs rewards; algorithm=sft has "
-            "none; set algorithm.advantage=grpo"
-        )
+from lockstep.trainer.setting import typed
 
 
 def demonstration_problems(config: Config) -> Iterator[str]:

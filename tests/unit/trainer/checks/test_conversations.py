@@ -10,13 +10,12 @@ import pytest
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.algorithm import algorithm_problems
-from lockstep.trainer.checks.declared import unused_problems
-from lockstep.trainer.checks.validate import validate
-from lockstep.trainer.checks.without_rollouts import (
+from lockstep.trainer.checks.conversations import (
     demonstration_problems,
     demonstration_row_problems,
-    without_rollouts_problems,
 )
+from lockstep.trainer.checks.declared import unused_problems
+from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.schema import Config
@@ -33,7 +32,7 @@ def config(path: Path, row: dict[str, Any], **algorithm: Any) -> Config:
 
 def test_a_run_on_conversations_has_no_problem(tmp_path: Path) -> None:
     made = config(tmp_path / "rows.jsonl", TALK)
-    assert [*without_rollouts_problems(made), *demonstration_row_problems(made)] == []
+    assert [*unused_problems(made), *demonstration_row_problems(made)] == []
 
 
 @pytest.mark.parametrize(
@@ -41,10 +40,11 @@ def test_a_run_on_conversations_has_no_problem(tmp_path: Path) -> None:
     [{"kl_coef": 0.1}, {"minibatches": 2}, {"advantage": "gae"}, {"entropy_target": 0.2}, {"length_control": "alp"}],
 )
 def test_a_setting_of_rollouts_is_refused_without_them(algorithm: dict[str, Any], tmp_path: Path) -> None:
-    (sentence,) = without_rollouts_problems(config(tmp_path / "rows.jsonl", TALK, **algorithm))
+    made = config(tmp_path / "rows.jsonl", TALK, **algorithm)
+    (sentence,) = unused_problems(made)
     (name,) = algorithm
     assert sentence.startswith(f"algorithm.{name}=")
-    assert "; set algorithm." in sentence
+    assert "; set algorithm" in sentence
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,8 @@ def test_saved_scores_are_those_of_saved_rollouts(
     made.demonstrations.path, made.demonstrations.teacher_divergence, made.teacher.path = SAVED_RUN, "jsd", None
     assert [*demonstration_problems(made), *algorithm_problems(made)] == []
     made.algorithm.trains_on, made.data.path = "demonstrations", SAVED_RUN
-    assert list(without_rollouts_problems(made)) == []
+    made.demonstrations.path = None
+    assert list(unused_problems(made)) == []
 
 
 def test_addresses_of_the_servers_of_a_teacher_are_checked_without_rollouts(tmp_path: Path) -> None:
@@ -160,10 +161,10 @@ def test_saved_scores_are_not_of_rollouts_that_are_sampled() -> None:
 def test_a_teacher_without_a_divergence_is_refused_without_rollouts(tmp_path: Path) -> None:
     made = config(tmp_path / "rows.jsonl", TALK)
     made.teacher.path = "t"
-    (sentence,) = without_rollouts_problems(made)
-    assert sentence.startswith("teacher.path=t does nothing with algorithm=sft")
+    (sentence,) = unused_problems(made)
+    assert sentence.startswith("teacher.path=t does nothing with algorithm.trains_on=demonstrations")
     made.demonstrations.teacher_divergence = "jsd"
-    assert not list(without_rollouts_problems(made))
+    assert not list(unused_problems(made))
 
 
 def test_a_teacher_of_the_demonstrations_leaves_rollouts_to_rewards() -> None:
