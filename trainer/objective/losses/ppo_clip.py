@@ -60,3 +60,11 @@ def clipped_surrogate(
         "policy/clip_high_frac": count(is_high_T),
     }
     return -(ratio_T * advantages_T).minimum(clipped_T * advantages_T), metrics
+
+
+def masked_surrogate(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutputs:
+    """Return the clipped surrogate times `mask` of the step's values, for losses that leave out tokens of a step."""
+    ratio_T, mask_T = token_ratio(inputs), inputs.step_values["mask"]
+    loss_T, metrics = clipped_surrogate(ratio_T, inputs.advantages_T, clip_low=clip_low, clip_high=clip_high)
+    metrics |= {"policy/step_mask_frac": count(mask_T == 0), **common_metrics(inputs, ratio_T)}
+    return LossOutputs(loss_T=weighted(loss_T * mask_T, inputs), metrics=metrics)

@@ -3,18 +3,8 @@
 from typing import TYPE_CHECKING, Annotated
 
 from lockstep.trainer.objective.declare import policy_loss
-from lockstep.trainer.objective.losses.inputs import (
-    CLIP_HIGH,
-    CLIP_LOW,
-    LossInputs,
-    LossOutputs,
-    StepInputs,
-    common_metrics,
-    count,
-    token_ratio,
-    weighted,
-)
-from lockstep.trainer.objective.losses.ppo_clip import clipped_surrogate
+from lockstep.trainer.objective.losses.inputs import CLIP_HIGH, CLIP_LOW, LossInputs, LossOutputs, StepInputs
+from lockstep.trainer.objective.losses.ppo_clip import masked_surrogate
 from lockstep.trainer.objective.per_rollout import rollout_mean
 from lockstep.trainer.setting import Setting
 
@@ -51,8 +41,4 @@ def opsm(
     pushes down tokens far from what the policy does. μ is the engine's policy, so the mean measures staleness and the
     mismatch of engine and trainer together. The report gives no bound.
     """
-    ratio_T = token_ratio(inputs)
-    mask_T = inputs.step_values["mask"]
-    loss_T, metrics = clipped_surrogate(ratio_T, inputs.advantages_T, clip_low=clip_low, clip_high=clip_high)
-    metrics |= {"policy/step_mask_frac": count(mask_T == 0), **common_metrics(inputs, ratio_T)}
-    return LossOutputs(loss_T=weighted(loss_T * mask_T, inputs), metrics=metrics)
+    return masked_surrogate(inputs, clip_low=clip_low, clip_high=clip_high)

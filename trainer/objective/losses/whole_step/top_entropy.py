@@ -4,18 +4,8 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 from lockstep.trainer.objective.declare import policy_loss
-from lockstep.trainer.objective.losses.inputs import (
-    CLIP_HIGH,
-    CLIP_LOW,
-    LossInputs,
-    LossOutputs,
-    StepInputs,
-    common_metrics,
-    count,
-    token_ratio,
-    weighted,
-)
-from lockstep.trainer.objective.losses.ppo_clip import clipped_surrogate
+from lockstep.trainer.objective.losses.inputs import CLIP_HIGH, CLIP_LOW, LossInputs, LossOutputs, StepInputs
+from lockstep.trainer.objective.losses.ppo_clip import masked_surrogate
 from lockstep.trainer.objective.losses.whole_step.selection import largest
 from lockstep.trainer.setting import Setting
 
@@ -47,8 +37,4 @@ def top_entropy(
     Equation 5 of the paper: few tokens of high entropy decide where a chain of thought goes on, and training on them
     alone does as well or better. Masked tokens stay in the denominator. Entropies cost one more pass per update.
     """
-    ratio_T = token_ratio(inputs)
-    mask_T = inputs.step_values["mask"]
-    loss_T, metrics = clipped_surrogate(ratio_T, inputs.advantages_T, clip_low=clip_low, clip_high=clip_high)
-    metrics |= {"policy/step_mask_frac": count(mask_T == 0), **common_metrics(inputs, ratio_T)}
-    return LossOutputs(loss_T=weighted(loss_T * mask_T, inputs), metrics=metrics)
+    return masked_surrogate(inputs, clip_low=clip_low, clip_high=clip_high)
