@@ -98,14 +98,7 @@ class RewardModelTraining:
 
     def _update(self, batch: Sequence[Comparison], total_updates: int) -> dict[str, float]:
         """Make one optimizer step on these comparisons of all ranks."""
-        lr = learning_rate(
-            self.num_updates,
-            peak=self._config.optimizer.peak_lr,
-            schedule=self._config.optimizer.schedule,
-            warmup_updates=self._config.optimizer.warmup_updates,
-            total_updates=total_updates,
-            final_fraction=self._config.optimizer.final_lr_fraction,
-        )
+        lr = learning_rate(self.num_updates, self._config.optimizer, total_updates=total_updates)
         sums = []
         microbatches = self._microbatches(batch)
         for number, own in enumerate(microbatches):

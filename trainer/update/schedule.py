@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import math
 
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 
-def learning_rate(
-    update: int, *, peak: float, schedule: str, warmup_updates: int, total_updates: int, final_fraction: float
-) -> float:
+
+def learning_rate(update: int, settings: OptimizerConfig, *, total_updates: int) -> float:
     """Return the learning rate of update 0, 1, ... of `total_updates`.
 
     It rises linearly over `warmup_updates`, of which the first already moves, then stays (`constant`), or falls along a
-    line (`linear`) or a half cosine (`cosine`) to `final_fraction x peak`, reached one update after the last. So with a
-    fall to zero the last update still moves, as in lm-human-preferences and in transformers.
+    line (`linear`) or a half cosine (`cosine`) to `final_lr_fraction x peak_lr`, reached one update after the last. So
+    with a fall to zero the last update still moves, as in lm-human-preferences and in transformers.
 
     Raises ValueError for another schedule.
     """
-    if update < warmup_updates:
-        return peak * (update + 1) / warmup_updates
-    if schedule == "constant":
+    peak, warmup, final = settings.peak_lr, settings.warmup_updates, settings.final_lr_fraction
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    if settings.schedule == "constant":
         return peak
-    progress = min(1.0, (update - warmup_updates) / max(1, total_updates - warmup_updates))
-    match schedule:
-        case "linear":
-            fraction = 1 - progress
-        case "cosine":
-            fraction = 0.5 * (1 + math.cos(math.pi * progress))
-        case _:
-            raise ValueError(f"schedule {schedule!r}; expected constant, linear or cosine")
-    return peak * (final_fraction + (1 - final_fraction) * fraction)
+    return peak * (final + (1 - final) * _falling(settings.schedule, update - warmup, total_updates - warmup))
 
 
 def component_weight(update: int, *, first: float, last: float, schedule: str, total_updates: int) -> float:
@@ -37,9 +30,21 @@ def component_weight(update: int, *, first: float, last: float, schedule: str, t
     It stays `first` (`constant`), or goes from there along a line (`linear`) or a half cosine (`cosine`) to `last`,
     reached one update after the last one. Raises ValueError for another schedule.
     """
-    return last + (first - last) * learning_rate(
-        update, peak=1.0, schedule=schedule, warmup_updates=0, total_updates=total_updates, final_fraction=0.0
-    )
+    return last + (first - last) * _falling(schedule, update, total_updates)
+
+
+def _falling(schedule: str, update: int, total_updates: int) -> float:
+    """Return 1 in update 0, falling to 0; always 1 for `constant`."""
+    progress = min(1.0, update / max(1, total_updates))
+    match schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - progress
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        case _:
+            raise ValueError(f"schedule {schedule!r}; expected constant, linear or cosine")
 
 
 def is_due(every: int, *, before: int, after: int) -> bool:

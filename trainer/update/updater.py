@@ -204,15 +204,7 @@ class Updater:
         return dict(stepped.metrics)
 
     def _learning_rate(self) -> float:
-        settings = self._config.optimizer
-        return learning_rate(
-            self.num_updates,
-            peak=settings.peak_lr,
-            schedule=settings.schedule,
-            warmup_updates=settings.warmup_updates,
-            total_updates=self._config.updates,
-            final_fraction=settings.final_lr_fraction,
-        )
+        return learning_rate(self.num_updates, self._config.optimizer, total_updates=self._config.updates)
 
     def _minibatches(self, num_rollouts: int) -> Iterator[np.ndarray]:
         """Yield the rollout indices of each optimizer step: a permutation per epoch, cut into equal parts."""

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.update.schedule import is_due, learning_rate
 
 
 def lr(update: int, schedule: str = "linear", warmup: int = 0, total: int = 11, final: float = 0.0) -> float:
-    return learning_rate(
-        update, peak=1.0, schedule=schedule, warmup_updates=warmup, total_updates=total, final_fraction=final
-    )
+    settings = OptimizerConfig(lr=1.0, schedule=schedule, warmup_updates=warmup, final_lr_fraction=final)
+    return learning_rate(update, settings, total_updates=total)
 
 
 def test_the_first_update_of_a_warm_up_already_moves() -> None:
