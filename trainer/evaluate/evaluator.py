@@ -31,7 +31,7 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
 from lockstep.trainer.engines.start import open_engine
 from lockstep.trainer.evaluate.results import (
-    PairedComparison,
+    Comparison,
     SetResult,
     compare,
     comparison_lines,
@@ -41,14 +41,7 @@ from lockstep.trainer.evaluate.results import (
     rollout_facts,
     write_results,
 )
-from lockstep.trainer.evaluate.task_results import (
-    TaskComparison,
-    TaskMetric,
-    compare_tasks,
-    read_tasks,
-    task_comparison_lines,
-    task_lines,
-)
+from lockstep.trainer.evaluate.task_results import TaskMetric, compare_tasks, read_tasks, task_lines
 from lockstep.trainer.observe.console import RunConsole
 
 if TYPE_CHECKING:  # imports lm-eval, an extra
@@ -206,38 +199,35 @@ def run(config: Config) -> None:
     evaluation = _evaluate_model(config, console, tasks)
     for rollout in evaluation.rollouts[: config.logger.print_rollouts]:
         console.sample(rollout)
-    comparisons: Sequence[PairedComparison] = ()
+    comparisons: list[Comparison] = []
+    others: dict[str, Any] = {"chat_template": config.model.chat_template}
     if evaluation.results:
         for line in result_lines(evaluation.results):
             console.say(line)
-        if before is not None:
-            comparisons = compare(before, evaluation.results)
-            for line in comparison_lines(comparisons, str(other), config.model.path):
-                console.say(line)
-    metrics = evaluation.metrics | {name: value for item in comparisons for name, value in item.metrics().items()}
-    found: dict[str, Any] = {}
+        comparisons += [] if before is None else compare(before, evaluation.results)
     if evaluation.tasks is not None:
-        compared_tasks = _show_tasks(evaluation.tasks, tasks_before, console, str(other), config.model.path)
-        metrics |= {name: value for item in compared_tasks for name, value in item.metrics().items()}
-        found = evaluation.tasks.to_json(compared_tasks)
+        _show_tasks(evaluation.tasks, console)
+        comparisons += compare_tasks(tasks_before, evaluation.tasks.metrics) if tasks_before else []
+        others |= evaluation.tasks.to_json()
+    for line in comparison_lines(comparisons, str(other), config.model.path):
+        console.say(line)
     if settings.output is not None:
-        path = Path(settings.output).expanduser()
-        write_results(
-            path,
-            evaluation.results,
-            model=config.model.path,
-            settings=sampled_with,
-            comparisons=comparisons,
-            compared_to=other,
-            others={"chat_template": config.model.chat_template, **found},
-        )
-        write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
-        console.say(f"results        {path}\nrollouts       {path.with_suffix('.jsonl')}")
-        if evaluation.tasks is not None:
-            samples = path.with_suffix(".tasks.jsonl")
-            evaluation.tasks.write_samples(samples)
-            console.say(f"documents      {samples}")
-    print(json.dumps(metrics))
+        _write(
+            evaluation, Path(settings.output).expanduser(), console,
+            model=config.model.path, settings=sampled_with, comparisons=comparisons, compared_to=other, others=others,
+        )  # fmt: skip
+    differences = {name: value for one in comparisons for name, value in one.metrics().items()}
+    print(json.dumps(evaluation.metrics | differences))
+
+
+def _write(evaluation: Evaluation, path: Path, console: RunConsole, **written: Any) -> None:
+    """Write results, rollouts and lm-eval's documents. written: arguments of `write_results`."""
+    write_results(path, evaluation.results, **written)
+    write_rollouts(path.with_suffix(".jsonl"), evaluation.rollouts)
+    console.say(f"results        {path}\nrollouts       {path.with_suffix('.jsonl')}")
+    if evaluation.tasks is not None:
+        evaluation.tasks.write_samples(path.with_suffix(".tasks.jsonl"))
+        console.say(f"documents      {path.with_suffix('.tasks.jsonl')}")
 
 
 def _run_adapters(config: Config, console: RunConsole) -> None:
@@ -269,10 +259,8 @@ def _run_adapters(config: Config, console: RunConsole) -> None:
                 output = Path(settings.output).expanduser()
                 output = output.with_stem(f"{output.stem}.{name}")
                 shown = path if name == BASE else f"{path} with {config.model.adapters[name]}"
-                others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None, "others": {}}
-                write_results(output, found.results, model=shown, settings=sampled_with, **others)
-                write_rollouts(output.with_suffix(".jsonl"), found.rollouts)
-                console.say(f"results        {output}\nrollouts       {output.with_suffix('.jsonl')}")
+                others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None}
+                _write(found, output, console, model=shown, settings=sampled_with, **others)
     print(json.dumps(metrics))
 
 
@@ -321,10 +309,7 @@ def _load_tasks(config: Config, console: RunConsole) -> Tasks:
     return tasks
 
 
-def _show_tasks(
-    run: TaskRun, before: Sequence[TaskMetric], console: RunConsole, first: str, second: str
-) -> Sequence[TaskComparison]:
-    """Print the results of tasks, compared with those of another model if there are any."""
+def _show_tasks(run: TaskRun, console: RunConsole) -> None:
     for line in task_lines(run.metrics):
         console.say(line)
     if run.num_truncated:
@@ -332,9 +317,3 @@ def _show_tasks(
             f"{run.num_truncated} of {run.num_requests} requests lost the beginning of their context, which did not "
             "fit into rollout.max_model_len; raise it for results that can be compared with published ones"
         )
-    if not before:
-        return ()
-    comparisons = compare_tasks(before, run.metrics)
-    for line in task_comparison_lines(comparisons, first, second):
-        console.say(line)
-    return comparisons

@@ -7,8 +7,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -27,6 +28,14 @@ NOTE = "value [95 % interval]; pass@k: Wilson over prompts, means and difference
 """Last line of a table."""
 
 T = TypeVar("T")
+
+
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_HasName)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,23 +119,29 @@ class SetResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairedComparison:
-    """Two models on the same prompts with the same seeds."""
+class Comparison:
+    """Two models on the same prompts with the same seeds, or on the same documents of a task."""
 
     name: str
-    prompts: int
-    reward: Estimate
-    """Difference of rewards, second minus first."""
-    pass_rates: Mapping[int, Estimate]
-    """Difference of pass@k by k."""
+    unit: str
+    """What is compared one by one, in the plural."""
+    count: int
+    differences: Mapping[str, Estimate]
+    """Second minus first by measure; the only one of a task has no name. Empty if documents do not determine it."""
     better: int
-    """Number of prompts on which the second model has the higher mean reward."""
+    """Number of units on which the second model is better: the mean reward of a prompt, the value of a document."""
     worse: int
 
+    @classmethod
+    def of(cls, name: str, unit: str, differences: Mapping[str, Estimate], gains: Sequence[float]) -> Comparison:
+        """gains: of the second model, by unit."""
+        better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+        return cls(name=name, unit=unit, count=len(gains), differences=differences, better=better, worse=worse)
+
     def metrics(self) -> dict[str, float]:
-        """Return `eval/difference/*`, or `eval/<name>/difference/*`."""
-        found = {"reward_mean": self.reward, **{f"pass@{k}": rate for k, rate in self.pass_rates.items()}}
-        return {f"{_prefix(self.name)}difference/{name}": estimate.value for name, estimate in found.items()}
+        """Return `eval/<name>/difference/<measure>`, without a name or a measure that is empty."""
+        parts = {measure: filter(None, ("eval", self.name, "difference", measure)) for measure in self.differences}
+        return {"/".join(parts[measure]): estimate.value for measure, estimate in self.differences.items()}
 
 
 def _prefix(name: str) -> str:
@@ -176,22 +191,28 @@ def rollout_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return facts
 
 
-def compare(first: Sequence[SetResult], second: Sequence[SetResult]) -> list[PairedComparison]:
+def common(first: Sequence[Named], second: Sequence[Named]) -> list[tuple[Named, Named]]:
+    """Return the results that both evaluations have, in pairs. Raises `DataError` if there are none."""
+    before = {result.name: result for result in first}
+    pairs = [(before[result.name], result) for result in second if result.name in before]
+    if not pairs:
+        names = (", ".join(title(result.name) for result in results) or "none" for results in (first, second))
+        raise DataError(
+            f"nothing to compare: one evaluation has {next(names)}, the other has {next(names)}; evaluate both on the "
+            "same data sets and tasks"
+        )
+    return pairs
+
+
+def compare(first: Sequence[SetResult], second: Sequence[SetResult]) -> list[Comparison]:
     """Compare paired by prompt on every set that both have, second minus first.
 
     Raises `DataError` without a common set, or for a set with other prompts or another number of samples.
     """
-    before = {result.name: result for result in first}
-    pairs = [(before[result.name], result) for result in second if result.name in before]
-    if not pairs:
-        raise DataError(
-            f"nothing to compare: one evaluation has {_titles(first)}, the other has {_titles(second)}; evaluate both "
-            "on the same data sets"
-        )
-    return [_compare(one, other) for one, other in pairs]
+    return [_compare(one, other) for one, other in common(first, second)]
 
 
-def _compare(first: SetResult, second: SetResult) -> PairedComparison:
+def _compare(first: SetResult, second: SetResult) -> Comparison:
     differs = [prompt.prompt for prompt in first.prompts] != [prompt.prompt for prompt in second.prompts]
     if differs or first.num_samples != second.num_samples:
         raise DataError(
@@ -201,21 +222,12 @@ def _compare(first: SetResult, second: SetResult) -> PairedComparison:
             + "; evaluate both with the same data, eval.prompts and eval.samples_per_prompt"
         )
     pairs = list(zip(first.prompts, second.prompts, strict=True))
-    return PairedComparison(
-        name=second.name,
-        prompts=len(pairs),
-        reward=estimates.paired_difference([a.mean_reward for a, _ in pairs], [b.mean_reward for _, b in pairs]),
-        pass_rates={
-            k: estimates.paired_difference([a.pass_at(k) for a, _ in pairs], [b.pass_at(k) for _, b in pairs])
-            for k in estimates.ks_of(second.num_samples)
-        },
-        better=sum(b.mean_reward > a.mean_reward for a, b in pairs),
-        worse=sum(b.mean_reward < a.mean_reward for a, b in pairs),
-    )
-
-
-def _titles(results: Sequence[SetResult]) -> str:
-    return ", ".join(title(result.name) for result in results) or "none"
+    gains = [b.mean_reward - a.mean_reward for a, b in pairs]
+    rates = {
+        f"pass@{k}": estimates.paired_difference([a.pass_at(k) for a, _ in pairs], [b.pass_at(k) for _, b in pairs])
+        for k in estimates.ks_of(second.num_samples)
+    }
+    return Comparison.of(second.name, "prompts", {"reward_mean": estimates.mean(gains), **rates}, gains)
 
 
 def write_results(
@@ -224,7 +236,7 @@ def write_results(
     *,
     model: str,
     settings: Mapping[str, Any],
-    comparisons: Sequence[PairedComparison] = (),
+    comparisons: Sequence[Comparison] = (),
     compared_to: str | None = None,
     others: Mapping[str, Any] | None = None,
 ) -> None:
@@ -248,7 +260,7 @@ def write_results(
         ],
     }
     if compared_to is not None:
-        content["comparison"] = {"with": compared_to, "sets": with_null([asdict(item) for item in comparisons])}
+        content["comparison"] = {"with": compared_to, "results": with_null([asdict(item) for item in comparisons])}
     content |= others or {}
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
@@ -318,15 +330,16 @@ def result_lines(results: Sequence[SetResult]) -> Iterator[str]:
     yield NOTE
 
 
-def comparison_lines(comparisons: Sequence[PairedComparison], first: str, second: str) -> Iterator[str]:
-    """Yield the differences from the first model to the second, paired by prompt."""
-    yield f"{second} minus {first}, on the same prompts with the same seeds"
-    for item in comparisons:
-        cells = [f"reward {signed(item.reward)}"]
-        cells += [f"pass@{k} {signed(rate)}" for k, rate in item.pass_rates.items()]
-        yield f"{title(item.name)}  {'  '.join(cells)}"
-        same = item.prompts - item.better - item.worse
-        yield f"{'':{len(title(item.name))}}  better on {item.better} prompts, worse on {item.worse}, equal on {same}"
+def comparison_lines(comparisons: Sequence[Comparison], first: str, second: str) -> Iterator[str]:
+    """Yield the differences from the first model to the second, paired by prompt or by document."""
+    for unit, items in groupby(comparisons, key=lambda item: item.unit):
+        yield f"{second} minus {first}, on the same {unit}{' with the same seeds' if unit == 'prompts' else ''}"
+        for item in items:
+            cells = [f"{name.removesuffix('_mean')} {signed(one)}".strip() for name, one in item.differences.items()]
+            yield f"{title(item.name)}  {'  '.join(cells) or 'no paired difference of a corpus metric'}"
+            same = item.count - item.better - item.worse
+            indent = " " * len(title(item.name))
+            yield f"{indent}  better on {item.better} {unit}, worse on {item.worse}, equal on {same}"
 
 
 def title(name: str) -> str:

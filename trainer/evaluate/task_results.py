@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lockstep.rollout.errors import DataError
 from lockstep.trainer.evaluate import estimates
 from lockstep.trainer.evaluate.estimates import Z_95, Estimate
-from lockstep.trainer.evaluate.results import Number, read_as, signed
+from lockstep.trainer.evaluate.results import Comparison, Number, common, read_as
 
 Form = Literal["mean", "perplexity", "bits"]
 FORMS: tuple[Form, ...] = ("mean", "perplexity", "bits")
@@ -100,23 +100,6 @@ class TaskMetric:
         return {f"eval/{self.name}{end}": value for end, value in found.items() if math.isfinite(value)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskComparison:
-    """Two models on the same documents."""
-
-    name: str
-    documents: int
-    difference: Estimate | None
-    """Second minus first; None if documents do not determine the value."""
-    better: int
-    """Number of documents on which the second model is better."""
-    worse: int
-
-    def metrics(self) -> dict[str, float]:
-        """Return `eval/<name>/difference`."""
-        return {} if self.difference is None else {f"eval/{self.name}/difference": self.difference.value}
-
-
 def task_metrics(results: Mapping[str, Any]) -> tuple[TaskMetric, ...]:
     """Convert what `lm_eval.evaluator.evaluate` returned, with samples: groups after their tasks."""
     found: list[TaskMetric] = []
@@ -194,22 +177,15 @@ def _around(value: float, stderr: float) -> Estimate:
     return Estimate(value=value, low=value - Z_95 * stderr, high=value + Z_95 * stderr)
 
 
-def compare_tasks(first: Sequence[TaskMetric], second: Sequence[TaskMetric]) -> list[TaskComparison]:
+def compare_tasks(first: Sequence[TaskMetric], second: Sequence[TaskMetric]) -> list[Comparison]:
     """Compare paired by document every metric that both have, second minus first.
 
     Raises `DataError` without a common metric, or for a task of another version or with other documents.
     """
-    before = {metric.name: metric for metric in first}
-    pairs = [(before[metric.name], metric) for metric in second if metric.name in before]
-    if second and not pairs:
-        raise DataError(
-            f"no task to compare: one evaluation has {', '.join(before) or 'none'}, the other has "
-            f"{', '.join(metric.name for metric in second)}; evaluate both with the same eval.lm_eval.tasks"
-        )
-    return [_compare(one, other) for one, other in pairs]
+    return [_compare(one, other) for one, other in common(first, second)]
 
 
-def _compare(first: TaskMetric, second: TaskMetric) -> TaskComparison:
+def _compare(first: TaskMetric, second: TaskMetric) -> Comparison:
     differs = [(one.document, one.weight) for one in first.documents] != [
         (one.document, one.weight) for one in second.documents
     ]
@@ -222,17 +198,11 @@ def _compare(first: TaskMetric, second: TaskMetric) -> TaskComparison:
     # A log-probability is better if higher, also where the metric itself is not.
     sign = 1 if second.is_higher_better or second.form in ("perplexity", "bits") else -1
     gains = [sign * (b.value - a.value) for a, b in zip(first.documents, second.documents, strict=True)]
-    difference = None
+    differences = {}
     if first.form is not None and first.form == second.form:
         shifts = [b - a for a, b in zip(first.influences(), second.influences(), strict=True)]
-        difference = _around(second.value - first.value, estimates.standard_error(shifts))
-    return TaskComparison(
-        name=second.name,
-        documents=len(gains),
-        difference=difference,
-        better=sum(gain > 0 for gain in gains),
-        worse=sum(gain < 0 for gain in gains),
-    )
+        differences[""] = _around(second.value - first.value, estimates.standard_error(shifts))
+    return Comparison.of(second.name, "documents", differences, gains)
 
 
 def task_lines(metrics: Sequence[TaskMetric]) -> Iterator[str]:
@@ -243,16 +213,6 @@ def task_lines(metrics: Sequence[TaskMetric]) -> Iterator[str]:
         how = "" if metric.form is not None else "  (interval of lm-eval's standard error)"
         yield f"{metric.name:{width}}  {len(metric.documents):>9}  {metric.estimate()}{how}"
     yield "value [95 % interval] over documents; 0 or 1 per document: Wilson, others: normal"
-
-
-def task_comparison_lines(comparisons: Sequence[TaskComparison], first: str, second: str) -> Iterator[str]:
-    """Yield the differences from the first model to the second, paired by document."""
-    yield f"{second} minus {first}, on the same documents"
-    for item in comparisons:
-        value = "no paired difference of a corpus metric" if item.difference is None else signed(item.difference)
-        yield f"{item.name}  {value}"
-        same = item.documents - item.better - item.worse
-        yield f"{'':{len(item.name)}}  better on {item.better} documents, worse on {item.worse}, equal on {same}"
 
 
 def tasks_to_json(metrics: Sequence[TaskMetric]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lockstep.rollout.errors import ConfigError, DataError, LockstepError
 from lockstep.rollout.safe_text import error_text
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.evaluate.engine_model import EngineModel, Generation
-from lockstep.trainer.evaluate.task_results import TaskComparison, TaskMetric, task_metrics, tasks_to_json
+from lockstep.trainer.evaluate.task_results import TaskMetric, task_metrics, tasks_to_json
 
 SUPPORTED = ("generate_until", "multiple_choice", "loglikelihood", "loglikelihood_rolling")
 NEAREST = 5
@@ -44,10 +44,9 @@ class TaskRun:
         """Return `eval/task_*`."""
         return {"eval/task_requests": float(self.num_requests), "eval/task_truncated": float(self.num_truncated)}
 
-    def to_json(self, comparisons: Sequence[TaskComparison]) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the entries of a result file."""
-        compared = [{"name": item.name, **item.metrics()} for item in comparisons]
-        return {"tasks": tasks_to_json(self.metrics), "task_facts": self.facts(), "task_comparison": compared}
+        return {"tasks": tasks_to_json(self.metrics), "task_facts": self.facts()}
 
     def write_samples(self, path: Path) -> None:
         """Write lm-eval's record of each document as a line of JSON."""

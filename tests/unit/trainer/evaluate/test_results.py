@@ -96,14 +96,14 @@ def test_a_comparison_is_paired_by_prompt() -> None:
     before = result([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     after = result([[0.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
     (found,) = compare([before], [after])
-    assert found.reward.value == pytest.approx(1 / 3)
-    assert found.pass_rates[1].value == pytest.approx(1 / 3)
-    assert found.pass_rates[2].value == pytest.approx(1 / 3)
-    assert (found.better, found.worse, found.prompts) == (2, 0, 3)
+    assert found.differences["reward_mean"].value == pytest.approx(1 / 3)
+    assert found.differences["pass@1"].value == pytest.approx(1 / 3)
+    assert found.differences["pass@2"].value == pytest.approx(1 / 3)
+    assert (found.better, found.worse, found.count) == (2, 0, 3)
     (back,) = compare([after], [before])
-    assert back.reward.low == pytest.approx(-found.reward.high)
+    assert back.differences["reward_mean"].low == pytest.approx(-found.differences["reward_mean"].high)
     text = "\n".join(comparison_lines([found], "old", "new"))
-    assert "new minus old" in text
+    assert "new minus old, on the same prompts with the same seeds\nheld-out data  reward +0.333" in text
     assert "better on 2 prompts, worse on 0, equal on 1" in text
 
 
@@ -129,7 +129,7 @@ def test_results_survive_a_round_trip(tmp_path: Path) -> None:
     assert read_results(path, SETTINGS) == results
     content = json.loads(path.read_text())
     assert content["sets"][0]["metrics"]["eval/pass@2"] == 1.0
-    single = content["comparison"]["sets"][1]["reward"]
+    single = content["comparison"]["results"][1]["differences"]["reward_mean"]
     assert single == {"value": 0.0, "low": None, "high": None}, "JSON has no infinity"
 
 

@@ -13,12 +13,11 @@ import pytest
 
 from lockstep.rollout.errors import DataError
 from lockstep.trainer.evaluate import estimates
-from lockstep.trainer.evaluate.results import write_results
+from lockstep.trainer.evaluate.results import SCHEMA, comparison_lines, write_results
 from lockstep.trainer.evaluate.task_results import (
     TaskMetric,
     compare_tasks,
     read_tasks,
-    task_comparison_lines,
     task_lines,
     task_metrics,
     tasks_to_json,
@@ -94,8 +93,8 @@ def test_a_corpus_metric_has_the_interval_of_lm_evals_standard_error_and_no_pair
     assert (found.form, found.documents) == (None, ())
     assert found.estimate().high == pytest.approx(12.0 + estimates.Z_95 * 2)
     (compared,) = compare_tasks([found], [found])
-    assert compared.difference is None
-    lines = "\n".join([*task_lines([found]), *task_comparison_lines([compared], "a", "b")])
+    assert not compared.differences
+    lines = "\n".join([*task_lines([found]), *comparison_lines([compared], "a", "b")])
     assert "standard error" in lines
     assert "no paired difference" in lines
 
@@ -131,9 +130,8 @@ def test_a_comparison_is_paired_by_document() -> None:
     after = metric_of("acc", [1.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2 / 3)
     (found,) = compare_tasks([before], [after])
     expected = estimates.paired_difference([1, 0, 0, 1, 0, 0], [1, 1, 1, 1, 0, 0])
-    assert found.difference is not None
-    assert (found.difference.low, found.difference.high) == pytest.approx((expected.low, expected.high))
-    assert (found.better, found.worse, found.documents) == (2, 0, 6)
+    assert (found.differences[""].low, found.differences[""].high) == pytest.approx((expected.low, expected.high))
+    assert (found.better, found.worse, found.count) == (2, 0, 6)
     assert found.metrics() == {"eval/task/acc/difference": pytest.approx(1 / 3)}
 
 
@@ -143,9 +141,8 @@ def test_a_lower_perplexity_is_better() -> None:
     before = metric_of("word_perplexity", WORDS, math.exp(-RATE), higher=False)
     after = metric_of("word_perplexity", better, math.exp(-rate), higher=False)
     (found,) = compare_tasks([before], [after])
-    assert found.difference is not None
-    assert found.difference.value == pytest.approx(math.exp(-rate) - math.exp(-RATE))
-    assert found.difference.high < 0, "the difficulty of documents cancels"
+    assert found.differences[""].value == pytest.approx(math.exp(-rate) - math.exp(-RATE))
+    assert found.differences[""].high < 0, "the difficulty of documents cancels"
     assert (found.better, found.worse) == (4, 0)
 
 
@@ -160,7 +157,7 @@ def test_other_documents_or_versions_are_refused() -> None:
     for second, expected in ((other, "other documents"), (replace(one, version="2.0"), r"of version 2\.0")):
         with pytest.raises(DataError, match=expected):
             compare_tasks([one], [second])
-    with pytest.raises(DataError, match="no task to compare"):
+    with pytest.raises(DataError, match="nothing to compare"):
         compare_tasks([one], [replace(one, task="another")])
 
 
@@ -178,6 +175,6 @@ def test_a_file_keeps_every_document(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     path = tmp_path / "results.json"
     entries = tasks_to_json([metric_of("acc", [1.0, 0.0], 0.5)])
-    path.write_text(json.dumps({"tasks": [entries[0] | change]}))
+    path.write_text(json.dumps({"schema": SCHEMA, "tasks": [entries[0] | change]}))
     with pytest.raises(DataError, match="is not the result of an evaluation"):
         read_tasks(path)
