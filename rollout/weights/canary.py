@@ -49,8 +49,8 @@ class LongRow:
     """The long row of a canary."""
 
     tokens: int
-    score_disturbed: Callable[[list[int], float], list[float]]
-    """`ScoreCanary` with the relative error that is added to the output of each layer."""
+    score_disturbed: ScoreCanary
+    """The trainer's scores with a rounding error added to the output of each layer."""
     distances: tuple[int, ...] = ()
     """Lengths [tokens] at which the model begins to compute in another way, all below `tokens`."""
 
@@ -167,7 +167,7 @@ class Canary:
         assert self.long is not None
         lengths = self.long.stretches
         trained = _scores(self._score, self._long_ids)
-        disturbed = _scores(self.long.score_disturbed, self._long_ids, torch.finfo(self._dtype).eps)
+        disturbed = _scores(self.long.score_disturbed, self._long_ids)
         rounding = [part.median().item() for part in (trained - disturbed).abs().split(lengths)]
         by_engine = {}
         for name, differences in self._differences(engines, self._long_ids, trained).items():
@@ -213,9 +213,9 @@ class Pace:
         self._cost_s = self._ended_at - started
 
 
-def _scores(score: Callable[..., list[float]], ids: Sequence[int], *error: float) -> Tensor:
+def _scores(score: ScoreCanary, ids: Sequence[int]) -> Tensor:
     with torch.no_grad():
-        return torch.tensor(score(list(ids), *error), dtype=torch.float64)
+        return torch.tensor(score(list(ids)), dtype=torch.float64)
 
 
 def canary_ids(vocab_size: int) -> list[int]:

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import re
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lockstep.rollout.weights.canary import CANARY_THRESHOLD, Canary, LongRow
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
 from lockstep.rollout.weights.source import ZeroSource
+from lockstep.trainer.model.start_checks.rounding import rounding_of
 from scripts.gpu_checks.measured import Measured, above, below, equal, shown
 from scripts.gpu_checks.subject import Served, Subject
 
@@ -128,8 +130,9 @@ def canary(subject: Subject) -> list[Measured]:
 def _long_row(served: Served) -> float:
     """Return the largest median of a stretch of the canary's long row, as a share of the accepted one."""
     subject, engine = served.subject, served.engine
-    row = LongRow(tokens=subject.max_model_len - 1, score_disturbed=served.scores)
     dtype = getattr(torch, subject.dtype)
+    error = rounding_of(dtype, subject.device)
+    row = LongRow(tokens=subject.max_model_len - 1, score_disturbed=partial(served.scores, error=error))
     canary = Canary(served.scores, dtype=dtype, vocab_size=engine.vocab_size, long=row)
     medians = canary.score_long(ControlPlane([engine], 120, is_staged=True))[engine.name]
     return medians.differences[medians.worst] / medians.limits[medians.worst]

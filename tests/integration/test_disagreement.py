@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.batch.packing import collate, whole_row
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks.distances import reach
-from lockstep.trainer.model.start_checks.rounding import rounding_errors
+from lockstep.trainer.model.start_checks.rounding import rounding_errors, rounding_of
 from tests.fixtures.families import save_family
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import tiny_qwen3
@@ -79,8 +80,9 @@ def synced(policy: Policy, engine: EmbeddedEngine) -> Iterator[WeightSync]:
         with torch.no_grad(), rounding_errors(policy, error):
             return policy(collate([whole_row(ids)], [0]), with_entropy=False)[0].tolist()
 
+    disturbed = partial(score, error=rounding_of(torch.float32, "cpu"))
     row = reach(policy.causal_lm.config, longest=CONTEXT - 1, device_type="cpu", budget=CONTEXT)
-    long = LongRow(tokens=row.tokens, distances=row.passed, score_disturbed=score)
+    long = LongRow(tokens=row.tokens, distances=row.passed, score_disturbed=disturbed)
     sync = WeightSync(module=policy.model, engines=[engine], score_canary=score, long_row=long, deadline_s=60)
     try:
         yield sync

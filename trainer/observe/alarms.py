@@ -17,6 +17,9 @@ differ by about 1e-6 per logprob, which is k3 = 1e-12; two bfloat16 programs by 
 
 FAR = 10.0
 """k3_kl that ends a run, as a multiple of the one that raises an alarm."""
+TF32_K3 = 5e-6
+"""k3_kl of correct programs in float32 on a GPU, with a margin of ten: vLLM's Triton kernels compute attention in
+TensorFloat-32, which can change logprobs by 1e-3."""
 
 SETTINGS = {
     "kl": "correction.alarm_kl",
@@ -129,7 +132,7 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
     return found
 
 
-def disagreement(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> str | None:
+def disagreement(metrics: Mapping[str, float], thresholds: AlarmThresholds, *, device_type: str = "cpu") -> str | None:
     """Return a sentence if engine and trainer disagree about the sampled tokens by far more than rounding, or None.
 
     Its metrics are the same on all ranks.
@@ -137,7 +140,8 @@ def disagreement(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> s
     if metrics.get(PREFIX + "version_lag_max", 0.0) > 0:
         return None
     kl, k3_kl = (metrics.get(PREFIX + name, math.nan) for name in ("kl", "k3_kl"))
-    limits = {"|kl|": (abs(kl), thresholds.kl), "k3_kl": (k3_kl, FAR * _k3_limit(metrics, thresholds))}
+    k3_limit = FAR * max(_k3_limit(metrics, thresholds), TF32_K3 if device_type == "cuda" else 0.0)
+    limits = {"|kl|": (abs(kl), thresholds.kl), "k3_kl": (k3_kl, k3_limit)}
     for name, (value, limit) in limits.items():
         if value > limit:
             return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ from lockstep.trainer.model.memory_plan import advice, memory_plan
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import ModelShape, planned_shape
 from lockstep.trainer.model.start_checks.distances import Reach, reach
+from lockstep.trainer.model.start_checks.rounding import rounding_of
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.run.library_logs import ThirdPartyLog
 from lockstep.trainer.score.reference import make_reference
@@ -310,12 +312,17 @@ def make_sync(
     share = settings.canary_share
     policy = policy_of(distributed.unwrapped)
     row = checked_row(policy, config, distributed)
+    dtype = getattr(torch, config.model.dtype)
     return WeightSync(
         engines=engines,
         sleep_level=sleep_level,
         module=policy.model,
         score_canary=updater.logprobs,
-        long_row=LongRow(tokens=row.tokens, distances=row.passed, score_disturbed=updater.logprobs),
+        long_row=LongRow(
+            tokens=row.tokens,
+            distances=row.passed,
+            score_disturbed=partial(updater.logprobs, error=rounding_of(dtype, distributed.device.type)),
+        ),
         canary_threshold=settings.canary_threshold,
         canary_share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
         pause_mode=config.pause_mode,

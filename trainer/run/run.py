@@ -189,7 +189,8 @@ class Life:
         """Raise `TrainingError` on all ranks if the engine does not compute what the trainer does."""
         if self._config.correction.on_disagreement == "end":
             thresholds = AlarmThresholds.of(lambda name: attrgetter(name)(self._config))
-            if sentence := disagreement(report.metrics, thresholds):
+            device_type = self._distributed.device.type
+            if sentence := disagreement(report.metrics, thresholds, device_type=device_type):
                 raise TrainingError(f"update {report.update}: {sentence}")
 
     def _evaluate(self, parts: Parts, update: int) -> Mapping[str, float]:

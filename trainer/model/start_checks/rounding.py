@@ -10,6 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+TF32_ROUNDING = 2.0**-10
+"""Relative rounding of products in TensorFloat-32, in which vLLM's Triton kernels compute attention in float32."""
+
+
+def rounding_of(dtype: torch.dtype, device_type: str) -> float:
+    """Return the relative rounding of the products of an engine."""
+    return TF32_ROUNDING if (dtype, device_type) == (torch.float32, "cuda") else torch.finfo(dtype).eps
+
 
 def marked_layers(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that transformers marks, by name, without layers inside layers."""

@@ -17,7 +17,7 @@ TOKENS, WINDOW = 400, 128
 
 
 def stretches(tokens: int, *distances: int) -> list[int]:
-    return LongRow(tokens=tokens, score_disturbed=lambda ids, error: [], distances=distances).stretches
+    return LongRow(tokens=tokens, score_disturbed=lambda ids: [], distances=distances).stretches
 
 
 def test_stretches_begin_at_quarters_and_distances() -> None:
@@ -43,7 +43,7 @@ class Scored:
         long = LongRow(
             tokens=TOKENS,
             distances=(WINDOW,),
-            score_disturbed=lambda ids, error: [-2.0 + rounding * error] * (len(ids) - 1),
+            score_disturbed=lambda ids: [-2.0 + rounding] * (len(ids) - 1),
         )
         settings = {"dtype": torch.float32, "vocab_size": 100, "long": long} | settings
         self.canary = Canary(lambda ids: [-2.0] * (len(ids) - 1), **settings)
@@ -78,7 +78,7 @@ def test_single_tokens_say_nothing(loop: BackgroundLoop) -> None:
 
 
 def test_what_rounding_explains_is_accepted(loop: BackgroundLoop) -> None:
-    scored = Scored(loop, rounding=1.0 / torch.finfo(torch.bfloat16).eps, dtype=torch.bfloat16)
+    scored = Scored(loop, rounding=1.0, dtype=torch.bfloat16)
     for difference, is_wrong in ((9.0, False), (11.0, True), (math.nan, True)):
         scored.differences[:] = difference
         assert scored.found().is_wrong is is_wrong

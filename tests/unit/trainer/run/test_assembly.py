@@ -30,7 +30,7 @@ def test_canaries_take_a_hundredth_of_the_time_on_gpus(
     config = Config()
     config.sync.canary_share = configured
     distributed: Any = SimpleNamespace(device=torch.device(device), unwrapped=None)
-    sync: Any = assembly.make_sync(config, distributed, SimpleNamespace(logprobs=None), engines=[])  # type: ignore[arg-type]
+    sync: Any = assembly.make_sync(config, distributed, SimpleNamespace(logprobs=list), engines=[])  # type: ignore[arg-type]
     assert sync.canary_share == share
 
 
