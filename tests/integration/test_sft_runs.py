@@ -11,11 +11,14 @@ from safetensors.torch import load_file
 
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.policies import TOKENIZER
+from tests.fixtures.published import save_published
 from tests.integration.test_run import metrics, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 NUM_TALKS = 10
+ORIGINAL = 64
+"""Original length of the longrope positions of a model."""
 LORA = ("model.lora.rank=4", "optimizer.lr=2e-2")
 
 
@@ -72,3 +75,32 @@ def test_two_zero3_ranks_train_demonstrations_as_one_process_does(
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-4, rtol=0, msg=name)
     assert (one / "model" / "adapter").is_dir() == bool(lora)
+
+
+def test_longrope_rows_train_alike_in_one_and_in_four_microbatches(tmp_path: Path) -> None:
+    """Phi-4-mini's positions, and five conversations, of which one is beyond the original length: packed or not, each
+    row has the factors of its own length. transformers chooses those of the longest row of a pack for all."""
+    model = save_published("phi4_mini", tmp_path / "model")
+    TOKENIZER.save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"]["original_max_position_embeddings"] = ORIGINAL
+    (model / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": ORIGINAL}))
+    texts = ("zq" * 20, "qx" * 20, "jz" * 20, "vq" * 17, "a long answer " * 12)
+    rows = [
+        [{"role": "user", "content": f"{index}"}, {"role": "assistant", "content": text}]
+        for index, text in enumerate(texts)
+    ]
+    lengths = [len(TOKENIZER.apply_chat_template(row, return_dict=False)) for row in rows]
+    assert max(lengths[:-1]) < ORIGINAL < lengths[-1], lengths
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    measured = {}
+    for microbatches, budget in ((1, 1024), (4, max(lengths))):
+        train(
+            "algorithm=sft", f"model.path={model}", f"data.path={tmp_path}/rows.jsonl", "updates=1",
+            "demonstrations.rows_per_update=5", f"token_budget={budget}", "checkpoint.every=0",
+            f"run_root={tmp_path}", f"run_name=in-{microbatches}",
+        )  # fmt: skip
+        (line,) = (line for line in metrics(tmp_path / f"in-{microbatches}") if "loss/demonstrations" in line)
+        assert line["perf/microbatches"] == microbatches, lengths
+        measured[microbatches] = (line["loss/demonstrations"], line["optim/grad_norm"])
+    assert measured[1] == pytest.approx(measured[4], rel=1e-5)
