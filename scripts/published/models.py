@@ -82,15 +82,15 @@ def save_model(one: Published, directory: Path) -> Path:
     return directory
 
 
-def plain_model(path: Path) -> PreTrainedModel:
-    """Load a model in transformers' own eager mode, in float32.
+def plain_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a model in transformers' own eager mode.
 
     Time steps of Mamba-2 layers have no limits, as in the engine: transformers limits Nemotron-H's from below by
     `time_step_min`, which is for initial values.
     """
     config = read_config(path, setting="model.path", trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation="eager"
+        path, config=config, dtype=dtype, attn_implementation="eager"
     ).eval()
     for layer in model.modules():
         if "time_step_limit" in vars(layer):

@@ -1,13 +1,17 @@
 """Train families of models as published, and compare every sampled token with plain transformers.
 
-    python -m scripts.published.prove                   # all, about half a minute each on two cores
-    python -m scripts.published.prove "Qwen3" "Phi-4"   # these
-    python -m scripts.published.prove --record          # also writes docs/published_models.json, for docs/models.md
+    python -m scripts.published.prove                         # all, about half a minute each on two cores
+    python -m scripts.published.prove "Qwen3" "Phi-4"         # these
+    python -m scripts.published.prove --mode zero3 "Qwen3"    # in bfloat16 on two ranks of ZeRO-3
+    python -m scripts.published.prove --record                # also writes docs/published_models.json
 
 Each family is a small model with the config of a public checkpoint (configs.jsonl). `scripts/train.py` trains it for
-three updates in float32, on rows longer than its windows, chunks and original lengths. The log-probabilities that the
-engine recorded are compared, row by row, with transformers' own model in eager mode, whole logits, under the weights
-before the first update, after the first sync and after the second. The saved model is loaded again and compared.
+three updates, on rows longer than its windows, chunks and original lengths. The log-probabilities that the engine
+recorded are compared, row by row, with transformers' own model in eager mode, whole logits, in float32, under the
+weights before the first update, after the first sync and after the second. The saved model is loaded again and compared.
+
+In float32 the largest difference is bounded by rounding. In bfloat16 the mean difference is compared with a floor: that
+of transformers' own bfloat16 model from its float32 forward, on the same rows and weights.
 """
 
 from __future__ import annotations
@@ -15,18 +19,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lockstep.trainer.checkpoint.checkpoint import MANIFEST
+from lockstep.trainer.distributed.unsharded_state import open_state
 from scripts.published import RESULTS
 from scripts.published.models import Published, plain_model, published_models, save_model
 
@@ -35,11 +42,34 @@ UPDATES = 3
 CONTEXT = 256
 """Tokens of a row at most, beyond the windows, chunks and original lengths of all configs."""
 BOUND = 1e-4
-"""Nats. Largest accepted difference of a sampled token; rounding of float32 stays below 2e-5."""
+"""Nats. Largest accepted difference of a sampled token in float32; rounding stays below 5e-5."""
 MOVED = 100
 """Least change of a token by each update, as a multiple of the largest difference: otherwise an engine with old weights
 would agree, too."""
 REWARD = "def even(rollout):\n    return sum(ord(c) % 2 for c in rollout.answer) / max(1, len(rollout.answer))\n"
+FLOORS = 1.5
+"""Largest accepted mean difference in bfloat16, of engine and of trainer, as a multiple of the floor; measured: 0.5 to 1.3."""
+MOVED_IN_BF16 = 2
+V2 = ROOT / "tests/fixtures/v2_on_cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """Configuration of the run of a proof."""
+
+    title: str
+    dtype: str = "float32"
+    ranks: int = 1
+    """More than one: ZeRO-3 over gloo."""
+    has_v2: bool = False
+    """vLLM's V2 model runner, in Triton's interpreter; without it V1."""
+
+
+MODES = {
+    "float32": Mode(title="float32, one process"),
+    "zero3": Mode(title="bfloat16, ZeRO-3 on two ranks", dtype="bfloat16", ranks=2),
+    "v2": Mode(title="V2 runner, bfloat16", dtype="bfloat16", has_v2=True),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,62 +79,101 @@ class Proof:
     family: str
     checkpoint: str
     model_type: str
+    mode: str = "float32"
+    """Of `MODES`."""
     tokens: int = 0
     """Compared tokens."""
     longest: int = 0
     """Tokens of the longest row."""
     differences: tuple[float, ...] = ()
-    """Largest |Δ log π| [nats] of a sampled token: at first, after the first sync, after the second."""
+    """|Δ log π| [nats] of the sampled tokens at first, after the first sync, after the second: largest in float32, mean
+    in bfloat16."""
+    floors: tuple[float, ...] = ()
+    """The same between transformers' bfloat16 and float32 forward; empty in float32."""
+    trained: tuple[float, ...] = ()
+    """Mean |Δ log π| [nats] between engine and trainer, as the run reported it."""
     moved: float = 0.0
-    """Largest change of a token's log π by an update, of the update with the smallest one [nats]."""
+    """Change of the tokens' log π by an update [nats], of the update with the smallest one: largest in float32, mean in
+    bfloat16."""
     saved: float | None = None
-    """Largest difference of a weight of the saved model from the last checkpoint."""
+    """Largest difference of a weight of the saved model from the last checkpoint, in the dtype in which it is saved."""
     refusal: str = ""
     """Sentence with which the run ended."""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_exact(self) -> bool:
-        agrees = len(self.differences) == UPDATES and max(self.differences) < BOUND
-        return agrees and self.moved > MOVED * max(self.differences) and self.saved == 0.0
+        if len(self.differences) != UPDATES or self.saved != 0.0:
+            return False
+        if not self.floors:
+            return max(self.differences) < BOUND and self.moved > MOVED * max(self.differences)
+        engine = max(difference / floor for difference, floor in zip(self.differences, self.floors, strict=True))
+        trainer = max(difference / floor for difference, floor in zip(self.trained, self.floors, strict=True))
+        return engine < FLOORS and trainer < FLOORS and self.moved > MOVED_IN_BF16 * max(self.differences)
 
 
-def prove(one: Published, directory: Path, *, python: str = sys.executable) -> Proof:
+def prove(one: Published, directory: Path, *, mode: str = "float32", python: str = sys.executable) -> Proof:
     """Train a family and compare it. python: program that runs scripts/train.py."""
-    facts = {"family": one.family, "checkpoint": one.checkpoint, "model_type": one.config["model_type"]}
+    facts = {"family": one.family, "checkpoint": one.checkpoint, "model_type": one.config["model_type"], "mode": mode}
+    facts["versions"] = _versions()
     try:
         model = save_model(one, directory / "model")
     except (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError) as error:
         return Proof(**facts, refusal=f"transformers: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
-    done = subprocess.run(
-        [python, "scripts/train.py", *_settings(model, directory)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = _train(model, directory, MODES[mode], python)
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).strip().splitlines()
         said = [line for line in lines if line.startswith("lockstep:")] or lines[-1:]
         sentence = said[0].removeprefix("lockstep: ").replace(str(model), "<model>")
         return Proof(**facts, refusal=f"exit status {done.returncode}: {sentence}")
     run = directory / "runs/run"
-    plain = plain_model(model)
-    differences, moves, tokens, longest = [], [], 0, 0
+    if MODES[mode].has_v2 and "Using V2 Model Runner" not in (run / "logs/engine.log").read_text():
+        return Proof(**facts, refusal="the engine had another model runner than V2")
+    exact = plain_model(model)
+    half = plain_model(model, dtype=torch.bfloat16) if MODES[mode].dtype == "bfloat16" else None
+    size = Tensor.max if half is None else Tensor.mean
+    differences, floors, moves, tokens, longest = [], [], [], 0, 0
+    _load(exact, half, {})
     for step in range(1, UPDATES + 1):
-        rollouts = run / f"rollouts/step-{step:06d}.jsonl"
+        calls = list(_calls(run / f"rollouts/step-{step:06d}.jsonl"))
+        sampled = torch.cat([torch.tensor(call["sampled_logprobs"]) for call in calls])
         if step > 1:
-            moves.append(_compare(plain, rollouts)[0])
-            _load(plain, _checkpoint(run, step - 1))
-        step_difference, step_tokens, step_longest = _compare(plain, rollouts)
-        differences.append(step_difference)
-        tokens, longest = tokens + step_tokens, max(longest, step_longest)
-    saved = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
-    _load(plain, _checkpoint(run, UPDATES))
+            moves.append(float(size((_logprobs(exact, calls) - sampled).abs())))
+            _load(exact, half, _checkpoint(run, step - 1, exact))
+        plain = _logprobs(exact, calls)
+        differences.append(float(size((plain - sampled).abs())))
+        if half is not None:
+            floors.append(float(size((plain - _logprobs(half, calls)).abs())))
+        tokens += len(sampled)
+        longest = max(longest, *(len(call["prompt_ids"]) + len(call["sampled_ids"]) for call in calls))
+    saved = AutoModelForCausalLM.from_pretrained(run / "model", dtype="auto")
+    weights = _checkpoint(run, UPDATES, exact)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    name = "rollout_correction/logp_diff_abs_mean"
     return Proof(
         **facts,
         tokens=tokens,
         longest=longest,
         differences=tuple(differences),
+        floors=tuple(floors),
+        trained=tuple(line[name] for line in lines if name in line),
         moved=min(moves),
-        saved=_distance(saved, plain),
+        saved=max(float((own.detach() - weights[name].to(own)).abs().max()) for name, own in saved.named_parameters()),
     )
+
+
+def _train(model: Path, directory: Path, mode: Mode, python: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/train.py until it ends."""
+    launcher = []
+    if mode.ranks > 1:
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/zero3.yaml",
+                    "--num_processes", str(mode.ranks), "--main_process_port", "0"]  # fmt: skip
+    folders = [*([str(V2)] if mode.has_v2 else []), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [python, *launcher, "scripts/train.py", *_settings(model, directory), f"model.dtype={mode.dtype}"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHON_EXEC": python, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+    )  # fmt: skip
 
 
 def _settings(model: Path, directory: Path) -> list[str]:
@@ -120,52 +189,56 @@ def _settings(model: Path, directory: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _checkpoint(run: Path, step: int) -> Mapping[str, torch.Tensor]:
-    weights = load_file(run / f"checkpoints/step-{step}/parameters.safetensors")
-    return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+def _checkpoint(run: Path, step: int, model: PreTrainedModel) -> Mapping[str, Tensor]:
+    """Return the weights of a model, the trained ones from a checkpoint that one rank or several wrote."""
+    directory = run / f"checkpoints/step-{step}"
+    stage = json.loads((directory / MANIFEST).read_text())["zero_stage"]
+    weights: dict[str, Tensor] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    read = open_state(directory, trained=[f"model.{name}" for name in trained], zero_stage=stage)
+    return weights | {name: read(f"model.{name}").weight for name in trained}
 
 
-def _load(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Put trained weights into a model. Raises `RuntimeError` for names that it does not have."""
-    outcome = model.load_state_dict(dict(weights), strict=False)
-    if outcome.unexpected_keys:
-        raise RuntimeError(f"the checkpoint has weights that the model lacks: {outcome.unexpected_keys[:3]}")
+def _load(exact: PreTrainedModel, half: PreTrainedModel | None, weights: Mapping[str, Tensor]) -> None:
+    """Put trained weights into both models: into the exact one as the other one rounds them."""
+    (half or exact).load_state_dict(dict(weights), strict=False)
+    if half is not None:
+        exact.load_state_dict({name: tensor.float() for name, tensor in half.named_parameters()}, strict=False)
 
 
-def _distance(one: PreTrainedModel, other: PreTrainedModel) -> float:
-    others: dict[str, Any] = dict(other.named_parameters())
-    return max(float((tensor - others[name]).detach().abs().max()) for name, tensor in one.named_parameters())
+def _calls(rollouts: Path) -> Iterable[dict[str, Any]]:
+    return (call for line in rollouts.read_text().splitlines() for call in json.loads(line)["calls"])
 
 
 @torch.no_grad()
-def _compare(model: PreTrainedModel, rollouts: Path) -> tuple[float, int, int]:
-    """Return the largest difference, the compared tokens and the longest row of a step."""
-    worst, tokens, longest = 0.0, 0, 0
-    for line in rollouts.read_text().splitlines():
-        for call in json.loads(line)["calls"]:
-            prompt, sampled = call["prompt_ids"], call["sampled_ids"]
-            ids = torch.tensor([[*prompt, *sampled]])
-            logprobs = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-            plain = logprobs.gather(-1, torch.tensor(sampled)[:, None])[:, 0]
-            worst = max(worst, float((plain - torch.tensor(call["sampled_logprobs"])).abs().max()))
-            tokens, longest = tokens + len(sampled), max(longest, ids.shape[1])
-    return worst, tokens, longest
+def _logprobs(model: PreTrainedModel, calls: Iterable[Mapping[str, Any]]) -> Tensor:
+    """Return the log π of all sampled tokens, each row computed alone."""
+    rows = []
+    for call in calls:
+        prompt, sampled = call["prompt_ids"], call["sampled_ids"]
+        logits = model(torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1]
+        rows.append(logits.float().log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("vllm", "torch", "transformers")  # `vllm` is the module; its CPU build has another name
+    return {name: importlib.import_module(name).__version__.partition("+")[0] for name in packages}
 
 
 def record(proofs: list[Proof]) -> None:
-    """Write proofs to docs/published_models.json, over earlier ones of the same families."""
-    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"proofs": []}
-    by_family = {proof["family"]: proof for proof in earlier["proofs"]} | {one.family: asdict(one) for one in proofs}
-    packages = ("vllm", "torch", "transformers")  # `vllm` is the module; its CPU build has another name
-    versions = {name: importlib.import_module(name).__version__.partition("+")[0] for name in packages}
-    ordered = [by_family[name] for name in published_models() if name in by_family]
-    RESULTS.write_text(json.dumps({"versions": versions, "proofs": ordered}, indent=1) + "\n")
+    """Write proofs to docs/published_models.json, over earlier ones of the same families and modes."""
+    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    by_key = {(proof["family"], proof["mode"]): proof for proof in [*earlier, *map(asdict, proofs)]}
+    ordered = [by_key[family, mode] for family in published_models() for mode in MODES if (family, mode) in by_key]
+    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 def main() -> int:
     everything = published_models()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help=f"default: all {len(everything)}")
+    parser.add_argument("--mode", choices=MODES, default="float32")
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     options = parser.parse_args()
     if unknown := [name for name in options.families if name not in everything]:
@@ -173,7 +246,7 @@ def main() -> int:
     proofs = []
     for name in options.families or everything:
         with tempfile.TemporaryDirectory() as directory:
-            proof = prove(everything[name], Path(directory))
+            proof = prove(everything[name], Path(directory), mode=options.mode)
         proofs.append(proof)
         numbers = " ".join(f"{value:.1e}" for value in proof.differences)
         print(f"{'exact ' if proof.is_exact else 'NOT   '} {name:28s} {numbers} {proof.refusal}", flush=True)
