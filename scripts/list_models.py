@@ -1,4 +1,4 @@
-"""Write the tables of docs/models.md: families, and the proofs of models with published configs.
+"""Write the tables of docs/models.md, families and proofs of models with published configs, and proofs.json.
 
 python -m scripts.list_models            # also: make docs
 python -m scripts.list_models --check    # write nothing; exit 1 if the page is out of date
@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from lockstep.trainer.model.families import FAMILIES, Family
+from transformers import CONFIG_MAPPING
+
+from lockstep.trainer.model.families import FAMILIES, Family, settings
 from scripts.generated import ROOT, filled, main
 from scripts.published import RESULTS
+from scripts.published.models import published_models
+from scripts.published.prove import MODES
 
 PAGE = "docs/models.md"
 
@@ -27,11 +33,24 @@ def row(family: Family) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def proof_row(proof: dict[str, Any]) -> str:
-    differences = [f"{value:.1e}" for value in proof["differences"]] or ["–"] * 3
-    outcome = proof["refusal"].replace("|", "\\|") or ("equal" if proof["saved"] == 0.0 else f"{proof['saved']:.1e}")
-    cells = [proof["family"], f"`{proof['model_type']}`", proof["checkpoint"], *differences, outcome]
+def proof_row(family: str, proofs: Mapping[str, dict[str, Any]]) -> str:
+    """Return the row of a family. proofs: by mode."""
+    plain = proofs["float32"]
+    differences = [f"{value:.1e}" for value in plain["differences"]] or ["–"] * 3
+    outcome = plain["refusal"].replace("|", "\\|") or ("equal" if plain["saved"] == 0.0 else f"{plain['saved']:.1e}")
+    others = [ratio(proofs[mode]) if mode in proofs else "" for mode in MODES if mode != "float32"]
+    versions = "; ".join(dict.fromkeys(", ".join(proof["versions"].values()) for proof in proofs.values()))
+    cells = [family, f"`{plain['model_type']}`", plain["checkpoint"], *differences, outcome, *others, versions]
     return f"| {' | '.join(cells)} |"
+
+
+def ratio(proof: dict[str, Any]) -> str:
+    """Return the largest differences of a proof in bfloat16, as multiples of the floor."""
+    engine, trainer = (
+        max(difference / floor for difference, floor in zip(proof[name], proof["floors"], strict=True))
+        for name in ("differences", "trained")
+    )
+    return f"{engine:.2f}, {trainer:.2f} × {max(proof['floors']):.1e}"
 
 
 def models_page() -> str:
@@ -42,18 +61,45 @@ def models_page() -> str:
         "|---|---|---|---|---|---|---|",
         *map(row, FAMILIES),
     ]
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    by_family: dict[str, dict[str, dict[str, Any]]] = {}
+    for proof in results():
+        by_family.setdefault(proof["family"], {})[proof["mode"]] = proof
+    modes = [mode.title for name, mode in MODES.items() if name != "float32"]
+    heads = ["family", "model type", "checkpoint", "at first", "after the first sync", "after the second"]
+    heads += ["saved model", *modes, ", ".join(results()[0]["versions"])]
     proofs = [
-        f"| {versions} | model type | checkpoint | at first | after the first sync | after the second | saved model |",
-        "|---|---|---|---|---|---|---|",
-        *map(proof_row, results["proofs"]),
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
+        *(proof_row(family, proofs) for family, proofs in by_family.items()),
     ]
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     return filled(filled(page, "families", families), "published", proofs)
 
 
-PAGES = {PAGE: models_page}
+def proofs_data() -> str:
+    """Return proofs.json: of each model type with a proof, the values that the configs of its proofs set, as published
+    and as reduced; a line each."""
+    proven: dict[str, dict[str, set[str]]] = {}
+    models = published_models()
+    for family in dict.fromkeys(proof["family"] for proof in results() if not proof["refusal"]):
+        one = models[family]
+        for form in (one, replace(one, reduced={})):
+            config = CONFIG_MAPPING[form.config["model_type"]].from_dict(form.config)
+            values = proven.setdefault(config.get_text_config().model_type, {})
+            for name, value in settings(config):
+                values.setdefault(name, set()).add(value)
+    lines = [
+        f"{json.dumps(kind)}: {json.dumps({name: sorted(found) for name, found in sorted(values.items())})}"
+        for kind, values in sorted(proven.items())
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def results() -> list[dict[str, Any]]:
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+PAGES = {PAGE: models_page, "lockstep/trainer/model/proofs.json": proofs_data}
 
 if __name__ == "__main__":
-    sys.exit(main(PAGES, "write the tables of docs/models.md"))
+    sys.exit(main(PAGES, "write the tables of docs/models.md, and proofs.json"))

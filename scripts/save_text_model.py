@@ -10,17 +10,35 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from lockstep.trainer.model.decoder import OF_TEXT
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return the text model, with the weights of a model for images and text."""
-    config = model.config.get_text_config()
-    config.tie_word_embeddings = model.config.tie_word_embeddings
+    config = _text_config(model.config)
     text = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     text.get_decoder().load_state_dict(model.get_decoder().state_dict())
     text.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
     text.generation_config = model.generation_config
+    return text
+
+
+def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    text = config.get_text_config()
+    if text.model_type in OF_TEXT:
+        values = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        rope = {name: value for name, value in values["rope_parameters"].items() if "mrope" not in (name[:5], value)}
+        text = CONFIG_MAPPING[OF_TEXT[text.model_type]].from_dict(values | {"rope_parameters": rope})
+    text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 

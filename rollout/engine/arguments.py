@@ -74,6 +74,9 @@ def engine_arguments(
     if is_cpu and layers & RECURRENT_LAYERS:
         # vLLM 0.32 caches recurrent states between the chunks of a prompt, and here a prompt is one chunk.
         arguments["enable_prefix_caching"] = False
+    if is_cpu and getattr(text, "kv_lora_rank", None):
+        # With AMX vLLM takes a backend that fails in float32, and in bfloat16 releases a weight that syncs load into.
+        arguments["attention_backend"] = "CPU_MLA"
     if "conv" in layers:
         # LFM2's sizes under the names that vLLM reads, which checkpoints of transformers 5 do not have.
         overrides |= {"conv_dim": text.hidden_size, "block_dim": text.hidden_size}

@@ -16,10 +16,10 @@ import sys
 
 from lockstep.rollout.engine import adapters
 from lockstep.rollout.engine.repairs import (
+    cpu_convolutions,
     cpu_delta_net,
     cpu_logprobs,
     cpu_lora,
-    cpu_packing,
     cpu_rotary,
     cpu_router,
     cpu_routes,
@@ -82,7 +82,7 @@ def register() -> None:
         cpu_logprobs.install()
         cpu_delta_net.install()
         cpu_lora.install()
-        cpu_packing.install()
+        cpu_convolutions.install()
         cpu_rotary.install()
         cpu_router.install()
         cpu_routes.install()

@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lockstep.rollout.models.stored_model import read_config
+from lockstep.trainer.model.decoder import OF_TEXT
 from scripts.save_text_model import text_model
 
 FILE = Path(__file__).with_name("configs.jsonl")
@@ -75,7 +76,7 @@ def save_model(one: Published, directory: Path) -> Path:
                 tensor *= 0.01
     text = model.config.get_text_config().model_type
     has_tower = "vision_config" in one.config and one.config["model_type"] not in TRAINED_AS_THEY_ARE
-    if has_tower and text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if has_tower and (text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text in OF_TEXT):
         model = text_model(model)
     model.save_pretrained(directory)
     _tokenizer().save_pretrained(directory)
@@ -89,9 +90,7 @@ def plain_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrained
     `time_step_min`, which is for initial values.
     """
     config = read_config(path, setting="model.path", trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager").eval()
     for layer in model.modules():
         if "time_step_limit" in vars(layer):
             layer.time_step_limit = (0.0, float("inf"))

@@ -35,6 +35,14 @@ AUTO = "auto"
 
 CONDITIONAL = "ForConditionalGeneration"
 """End of the names of classes with a vision tower."""
+OF_TEXT = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Model types without a model of text in transformers, and those that compute text alike: without images the three parts
+of their rotary positions are the same."""
 PACKABLE_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "linear_attention", "mamba", "hybrid", "conv", "mlp", "moe"}
 )
@@ -195,7 +203,7 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
         )
     if "vision_config" in config.to_dict() and not _leaves_tower_out(config.model_type):
-        is_known = text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        is_known = text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.model_type in OF_TEXT
         remedy = "python scripts/save_text_model.py <checkpoint> <directory>, and set model.path to the directory"
         raise ConfigError(
             f"model type {config.model_type} has a vision tower, without which transformers does not load it here; "

@@ -1,11 +1,19 @@
-"""Families of models whose training was tested, and what a run of another one has not been tested for.
+"""Families of models whose training was tested, and what no proof covers of the model of a run.
 
-docs/models.md is written from this list. Its tests have a tiny model of each: tests/fixtures/families.py.
+docs/models.md is written from the list. Its tests have a tiny model of each: tests/fixtures/families.py. What the runs
+with published configs cover is in proofs.json, which `make docs` writes from their records.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +108,63 @@ FAMILIES = (
     ),
 )
 
-CHECKED_AT_START = "the head, and the isolation of rows in a pack"
-CHECKED_AT_SYNC = "names and values of the weights (the canary)"
-UNCHECKED = "the gradient of every parameter, adapters"
+PROOFS = Path(__file__).with_name("proofs.json")
+"""Values of settings in the proofs, by model type and setting."""
+WITHOUT_EFFECT = re.compile(
+    r"^_|token_id$|dropout|pdrop|^use_cache|^cache_implementation|init|aux_loss|z_loss|^mtp_|nextn|^auto_map"
+    r"|^output_router|^num_logits|^pretraining_tp|^quantization_config"
+)
+"""Settings that do not change the log-probabilities of a trained model: names of tokens, caches, initial values, noise,
+which the trainer turns off, losses that it does not have, layers that predict further tokens, quantization (QLoRA)."""
+SHOWN = 5
+"""Settings in a sentence at most."""
+AT_SYNC = "; by the first weight sync: names and values of the weights (the canary)"
+UNCHECKED = "the gradient of every parameter, adapters, engine and saved model against transformers after updates"
 
 
-def untested(model_type: str) -> str | None:
-    """Return a sentence about a model of no tested family: what its run checks, and what nothing has checked."""
-    if any(model_type in family.model_types for family in FAMILIES):
+def unproven(config: PreTrainedConfig, passed: Sequence[str], *, has_sync: bool) -> str | None:
+    """Return a sentence about a model that the proofs do not cover: what its run has checked, and what nothing has.
+
+    passed: checks of the start that ran. None if a proof of its type has all its settings.
+    """
+    text = config.get_text_config()
+    proven = json.loads(PROOFS.read_text(encoding="utf-8")).get(text.model_type)
+    checked = f"Passed on this model: {', '.join(passed)}{AT_SYNC if has_sync else ''}"
+    if proven is None:
+        tested = any(text.model_type in family.model_types for family in FAMILIES)
+        only = ", only tests of a tiny model (docs/models.md)" if tested else " (docs/models.md)"
+        return (
+            f"model type {text.model_type} has no proof with a published config{only}. {checked}; no proof: {UNCHECKED}"
+        )
+    others = [f"{name}={value}" for name, value in settings(config) if value not in proven.get(name, ())]
+    if not others:
         return None
-    return (
-        f"model type {model_type} is not among the families of docs/models.md. Checked at the start: "
-        f"{CHECKED_AT_START}; by the first weight sync: {CHECKED_AT_SYNC}; by no test: {UNCHECKED}"
-    )
+    shown = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+    return f"no proof of model type {text.model_type} (docs/models.md) has {shown}. {checked}"
+
+
+def settings(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a text model that change what it computes, each with its kind of value.
+
+    A number is 0, 1 or `n`, a count (`num_…`) 0 or `n`: the size does not matter, but whether there is a window or scale.
+    """
+    common = PreTrainedConfig().to_dict()
+    text = config.get_text_config().to_dict()
+    yield from _kinds({name: value for name, value in text.items() if name not in common})
+
+
+def _kinds(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if WITHOUT_EFFECT.search(str(name)):
+            continue
+        if isinstance(value, Mapping):
+            yield from _kinds(value, f"{prefix}{name}.")
+            continue
+        for part in value if isinstance(value, list | tuple) else [value]:
+            kind = _kind(part)
+            yield f"{prefix}{name}", "n" if kind == "1" and str(name).startswith("num_") else kind
+
+
+def _kind(value: Any) -> str:
+    is_many = isinstance(value, int | float) and not isinstance(value, bool) and value not in (0, 1)
+    return "n" if is_many else json.dumps(int(value) if isinstance(value, float) else value, default=str).strip('"')

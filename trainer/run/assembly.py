@@ -33,7 +33,7 @@ from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher, start_t
 from lockstep.trainer.evaluate.evaluator import Evaluation, Evaluator
 from lockstep.trainer.model.chosen import with_chosen
 from lockstep.trainer.model.critic import policy_of, with_critic
-from lockstep.trainer.model.families import untested
+from lockstep.trainer.model.families import unproven
 from lockstep.trainer.model.layers.routing import refuse_dense
 from lockstep.trainer.model.memory_plan import advice, memory_plan
 from lockstep.trainer.model.policy import Policy
@@ -158,8 +158,6 @@ def _load_trained(
         demonstrations.take_teacher(teacher)
     updater = Updater(prepared, distributed, config, given=[demonstrations] if demonstrations else [])
     updater.scorer.budget.warn = console.warn
-    if (sentence := untested(policy.causal_lm.config.get_text_config().model_type)) is not None:
-        console.warn(sentence)
     dtype = getattr(torch, config.model.dtype)
     row = checked_row(policy, config, distributed)
     if row.missed:
@@ -168,9 +166,13 @@ def _load_trained(
             f"the checks at the start and after syncs score rows of {row.tokens} tokens, and rows of this run can pass "
             f"{names} of the model's config: what it computes beyond is not checked"
         )
+    passed = ["the head", "rows of a pack apart from each other"]
     updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.has_critic)
     if not policy.is_quantized:
         updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
+        passed.append("each layer against its computation in float32")
+    if (sentence := unproven(policy.causal_lm.config, passed, has_sync=config.has_rollouts)) is not None:
+        console.warn(sentence)
     return Trained(module=prepared, shape=shape, updater=updater)
 
 

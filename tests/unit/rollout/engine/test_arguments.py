@@ -78,3 +78,11 @@ def test_towers_without_torchvision_are_refused(tmp_path: Path, monkeypatch: pyt
     Mistral3Config(text_config=PUBLISHED["ministral3"]).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="torchvision for model type mistral3"):
         arguments(tmp_path)
+
+
+def test_latent_attention_has_one_backend_on_every_cpu(tmp_path: Path) -> None:
+    """vLLM's for AMX fails in float32, and in bfloat16 has no weight for a sync."""
+    FAMILIES["deepseek_v3"]().save_pretrained(tmp_path / "latent")
+    FAMILIES["qwen3"]().save_pretrained(tmp_path / "other")
+    assert arguments(tmp_path / "latent")["attention_backend"] == "CPU_MLA"
+    assert "attention_backend" not in arguments(tmp_path / "latent", is_cpu=False) | arguments(tmp_path / "other")

@@ -121,13 +121,6 @@ def test_a_family_that_is_listed_is_tested_and_the_reverse() -> None:
         assert family.replays_routes == (name in test_routing_replay.REPLAYED)
 
 
-def test_a_run_of_another_family_says_what_was_not_tested() -> None:
-    assert families.untested("qwen3") is None
-    sentence = families.untested("olmo3") or ""
-    assert "model type olmo3 is not among the families of docs/models.md" in sentence
-    assert "by no test: the gradient of every parameter, adapters" in sentence
-
-
 def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:
     config = FAMILIES["qwen3"]()
     config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
