@@ -123,11 +123,8 @@ def check_repetition(examined: ExaminedLoss) -> Finding:
 def check_ratio(examined: ExaminedLoss) -> Finding:
     """Compare the declaration `has_ratio` with whether the losses change with the old logprobs."""
     name = "has_ratio as declared"
-    inputs = replace(examined.inputs(), weights_T=None)
-    shift_T = torch.linspace(-0.1, 0.1, len(inputs.old_logp_T), dtype=inputs.old_logp_T.dtype)
-    moved_T = examined.values(replace(inputs, old_logp_T=inputs.old_logp_T + shift_T))
-    is_moved = not torch.equal(moved_T, examined.values(inputs))
-    uses_old = is_moved or SEQUENCE in inputs.step_values or examined.loss.weighs_by_sampling
+    has_sequence = SEQUENCE in examined.inputs().step_values
+    uses_old = examined.changes_with_old() or has_sequence or examined.loss.weighs_by_sampling
     if uses_old == examined.loss.has_ratio:
         return Finding(check=name)
     verb = "change" if uses_old else "do not change"

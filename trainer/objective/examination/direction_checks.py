@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from lockstep.trainer.objective.examination.examined_loss import ExaminedLoss
+from lockstep.trainer.objective.examination.examined_loss import TOLERANCE, ExaminedLoss
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 
-ADVANTAGES, LENGTHS = (1.0, -1.0, 2.0, -0.5, 0.5, -2.0, 1.0, -1.0), (3, 2, 1, 3, 2, 1, 1, 2)
-"""Advantages and lengths of the rollouts of a toy step."""
+ADVANTAGES, LENGTHS = (1.0, -1.0, 2.0, -0.5, -0.5, 2.0, -1.0, 1.0), (3, 2, 1, 3, 2, 1, 1, 2)
+"""Advantages and lengths of the rollouts of a toy step. Their signs do not follow the parity of the numbers."""
+LEVELS = (-0.1, -1.0, -3.0)
+"""Logprobs of tokens [nats]."""
 SIZES = (0.3, 0.7, 1.5, 3.0)
 """Absolute log ratios, of which the larger ones lie beyond the usual bounds [nats]."""
 
@@ -62,6 +65,54 @@ def check_first_update(examined: ExaminedLoss) -> Iterator[Finding]:
     )
 
 
+def check_level(examined: ExaminedLoss) -> Finding:
+    """Compare gradients at π_θ = π_old of tokens with one advantage and several probabilities."""
+    name = "gradient at equal logprobs"
+    level_T = torch.tensor(LEVELS, dtype=torch.float64)
+    of_one_T = torch.ones(len(LEVELS), dtype=torch.int64)  # a rollout that is not the first
+    inputs = examined.tokens(torch.zeros_like(level_T), torch.ones_like(level_T), of_one_T)
+    at_levels = replace(
+        inputs,
+        logp_T=level_T.clone().requires_grad_(),
+        old_logp_T=level_T.clone(),
+        sampling_logp_T=level_T.clone(),
+    )
+    slope_T, value_T = examined.gradient(at_levels), examined.values(at_levels)
+    if bool((slope_T - slope_T[0]).abs().max() <= TOLERANCE * slope_T.abs().max()):
+        return Finding(check=name)
+    first, last = float(slope_T[0]), float(slope_T[-1])
+    sentence = (
+        f"At π_θ = π_old, of two tokens with the advantage 1, the one with logp {LEVELS[0]:g} has the gradient "
+        f"{first:.3g}, the one with {LEVELS[-1]:g} has {last:.3g}"
+    )
+    is_weight = torch.allclose(slope_T, value_T, rtol=1e-6) or not examined.changes_with_old()
+    if is_weight:  # −weight × ratio × advantage, whose slope by logp is its value
+        return Finding(check=name, verdict=Verdict.NOTE, sentence=f"{sentence}: it weighs tokens by their probability.")
+    return failure(
+        name,
+        f"{sentence}, so it is not the ratio alone that has one: the two logprobs have different temperatures, a "
+        "factor is not detached, or a term is of the logprob alone.",
+    )
+
+
+def check_pull(examined: ExaminedLoss) -> Finding:
+    """Look at the gradient of tokens without an advantage, which only penalties have."""
+    name = "penalties pull to the old policy"
+    moved_T = torch.tensor([sign * size for size in SIZES for sign in (1.0, -1.0)], dtype=torch.float64)
+    zero_T = torch.zeros_like(moved_T)
+    slope_T = examined.gradient(examined.tokens(moved_T, zero_T, torch.arange(len(moved_T))))
+    is_away_T = slope_T * moved_T < 0
+    if not bool(is_away_T.any()):
+        return Finding(check=name)
+    moved = float(moved_T[is_away_T][0])
+    return failure(
+        name,
+        f"With the advantage 0, a token that became {'more' if moved > 0 else 'less'} likely (log ratio {moved:g}) is "
+        "moved further away from the old policy: a penalty has the wrong sign, or is the log ratio itself, whose "
+        "gradient is not that of a KL (write exp(-x) + x - 1, or x² / 2, of the log ratio x).",
+    )
+
+
 def check_bounds(examined: ExaminedLoss) -> Finding:
     """Look for a gradient that ends where a token moved against its advantage, and goes on where it moved with it."""
     name = "bounds on the side of the advantage"
@@ -71,7 +122,16 @@ def check_bounds(examined: ExaminedLoss) -> Finding:
     against_T, along_T = (
         examined.gradient(examined.tokens(sign * moved_T, advantages_T, rollout_T)) for sign in (-1.0, 1.0)
     )
-    is_wrong = ((against_T == 0) & (along_T != 0)).view(2, -1).all(dim=0)
+    is_wrong = ((against_T == 0) & (along_T != 0)).view(2, -1)
+    is_never_raised = bool(is_wrong[0].all())
+    is_wrong = is_wrong.all(dim=0)
+    if is_never_raised and not bool(is_wrong.any()):
+        return failure(
+            name,
+            "A rewarded token that became less likely has no gradient, at whatever ratio, but one that became more "
+            "likely has: the ratio has a lower bound also where it must be raised. Bound it from above for rewarded "
+            "tokens, from below for punished ones.",
+        )
     if not bool(is_wrong.any()):
         return Finding(check=name)
     size = SIZES[int(is_wrong.nonzero()[0])]

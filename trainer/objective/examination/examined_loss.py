@@ -85,6 +85,13 @@ class ExaminedLoss:
         """Return (T,) the gradient of the sum of the losses with respect to the logprobs."""
         return slope(self(inputs).loss_T.sum(), inputs.logp_T)
 
+    def changes_with_old(self) -> bool:
+        """Return True if the losses change with the logprobs of the old policy."""
+        inputs = replace(self.inputs(), weights_T=None)
+        shift_T = torch.linspace(-0.1, 0.1, len(inputs.old_logp_T), dtype=inputs.old_logp_T.dtype)
+        moved_T = self.values(replace(inputs, old_logp_T=inputs.old_logp_T + shift_T))
+        return not torch.equal(moved_T, self.values(inputs))
+
     def returns_number(self) -> bool:
         """Return True if a user's function gives one number for its microbatch in place of one per token."""
         try:

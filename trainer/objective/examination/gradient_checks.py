@@ -35,6 +35,14 @@ def check_weights(examined: ExaminedLoss) -> Finding:
     if examined.loss.weighs_by_sampling:
         return Finding(check=name, measured="none")
     plain_T = examined.values(replace(inputs, weights_T=None))
+    assert inputs.sampling_logp_T is not None
+    moved = replace(inputs, weights_T=None, sampling_logp_T=inputs.sampling_logp_T - 0.3)
+    if not torch.equal(examined.values(moved), plain_T):
+        return failure(
+            name,
+            "The losses change with sampling_logp_T, and the weights of the rollout correction are π_old / μ already, "
+            "so μ counts twice; take the ratio to old_logp_T, or declare @policy_loss(weighs_by_sampling=True).",
+        )
     for weight in (1.0, 2.0, 0.0):
         found_T = examined.values(replace(inputs, weights_T=torch.full_like(inputs.old_logp_T, weight)))
         if change(found_T, plain_T * weight) > TOLERANCE:

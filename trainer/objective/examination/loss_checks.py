@@ -17,7 +17,12 @@ from lockstep.trainer.objective.examination.contract_checks import (
     check_repetition,
     check_sums,
 )
-from lockstep.trainer.objective.examination.direction_checks import check_bounds, check_first_update
+from lockstep.trainer.objective.examination.direction_checks import (
+    check_bounds,
+    check_first_update,
+    check_level,
+    check_pull,
+)
 from lockstep.trainer.objective.examination.examined_loss import ExaminedLoss
 from lockstep.trainer.objective.examination.finding import Finding, Verdict, failure
 from lockstep.trainer.objective.examination.gradient_checks import (
@@ -36,6 +41,8 @@ CHECKS = (
     check_weights,
     check_finite_differences,
     check_first_update,
+    check_level,
+    check_pull,
     check_bounds,
     check_extremes,
     check_ratio,

@@ -216,3 +216,45 @@ def without_small_advantages(inputs: LossInputs):
 
 def only_rewarded(inputs: LossInputs):
     return surrogate(inputs) * (inputs.advantages_T > 0)
+
+
+def without_every_second_rollout(inputs: LossInputs):
+    return surrogate(inputs) * (inputs.rollout_T % 2 == 1)
+
+
+def two_temperatures(inputs: LossInputs):
+    log_ratio_T = inputs.logp_T / 0.7 - inputs.old_logp_T.detach()
+    return weighted(-log_ratio_T.clamp(-20, 20).exp() * inputs.advantages_T, inputs)
+
+
+def weight_with_gradient(inputs: LossInputs):
+    return weighted(-token_ratio(inputs).clamp(max=1.5) * inputs.advantages_T * inputs.logp_T, inputs)
+
+
+def weighted_by_probability(inputs: LossInputs):
+    return surrogate(inputs) * (1 - inputs.logp_T.detach().exp())
+
+
+def ratio_to_sampling(inputs: LossInputs):
+    assert inputs.sampling_logp_T is not None
+    return weighted(-(inputs.logp_T - inputs.sampling_logp_T).clamp(-20, 20).exp() * inputs.advantages_T, inputs)
+
+
+def _kl(inputs: LossInputs):
+    return (-_log_ratio(inputs)).exp() + _log_ratio(inputs) - 1
+
+
+def kl(inputs: LossInputs):
+    return surrogate(inputs) + weighted(0.1 * _kl(inputs), inputs)
+
+
+def kl_of_wrong_sign(inputs: LossInputs):
+    return surrogate(inputs) - weighted(0.1 * _kl(inputs), inputs)
+
+
+def kl_as_log_ratio(inputs: LossInputs):
+    return surrogate(inputs) - weighted(0.1 * _log_ratio(inputs), inputs)
+
+
+def never_raised(inputs: LossInputs):
+    return weighted(-token_ratio(inputs).clamp(min=1.0) * inputs.advantages_T, inputs)

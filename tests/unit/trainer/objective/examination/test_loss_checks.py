@@ -69,13 +69,20 @@ def test_a_mean_over_the_microbatch_is_named_with_its_cause(function: str, cause
             "lowers the probability of rewarded tokens (7 of 7) and raises the probability of punished tokens",
         ),
         ("absolute_advantage", "The first update raises the probability of punished tokens (8 of 8)"),
-        ("wrong_sign_of_large_advantages", "lowers the probability of rewarded tokens (1 of 7)"),
+        ("wrong_sign_of_large_advantages", "lowers the probability of rewarded tokens (2 of 7)"),
         ("max_for_min", "max stands in place of min"),
         ("max_for_min_in_sequences", "max stands in place of min"),
         ("swapped_bounds", "max stands in place of min"),
         ("without_first_rollout", "Only 7 of 8 rollouts, 12 of 15 tokens have a gradient at π_θ = π_old"),
         ("without_last_rollout", "Only 7 of 8 rollouts, 13 of 15 tokens have a gradient"),
         ("without_first_token", "The first without one is in rollout 0, with the advantage 1"),
+        ("without_every_second_rollout", "Only 4 of 8 rollouts, 8 of 15 tokens have a gradient"),
+        ("two_temperatures", "the two logprobs have different temperatures"),
+        ("weight_with_gradient", "a factor is not detached"),
+        ("ratio_to_sampling", "so μ counts twice"),
+        ("kl_of_wrong_sign", "(log ratio 0.3) is moved further away from the old policy"),
+        ("kl_as_log_ratio", "(log ratio 0.3) is moved further away from the old policy"),
+        ("never_raised", "A rewarded token that became less likely has no gradient, at whatever ratio"),
         ("without_small_advantages", "Only 6 of 8 rollouts, 10 of 15 tokens have a gradient"),
     ],
 )
@@ -98,7 +105,7 @@ def test_a_loss_of_one_sign_is_noted_with_the_share_of_rollouts() -> None:
     assert sentences("only_rewarded") == []
 
 
-@pytest.mark.parametrize("function", ["clipped", "masked_on_both_sides", "bounded_above"])
+@pytest.mark.parametrize("function", ["clipped", "masked_on_both_sides", "bounded_above", "kl"])
 def test_bounds_of_other_algorithms_pass(function: str) -> None:
     assert sentences(function) == []
 
@@ -106,6 +113,11 @@ def test_bounds_of_other_algorithms_pass(function: str) -> None:
 @pytest.mark.parametrize("function", ["random", "in_place", "crashes"])
 def test_a_loss_that_cannot_be_examined_has_one_failure(function: str) -> None:
     assert len(sentences(function)) == 1
+
+
+def test_a_weight_by_probability_is_a_note() -> None:
+    assert sentences("weighted_by_probability") == []
+    assert "weighs tokens by their probability" in sentences("weighted_by_probability", Verdict.NOTE)[0]
 
 
 def test_a_loss_without_a_ratio_is_told_to_declare_it() -> None:
