@@ -12,12 +12,12 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.observe.trackers.tracker import (
-    Medium,
+    LocalTracker,
     Page,
     Place,
     Session,
@@ -36,12 +36,9 @@ MAX_PARAM = 6000
 PARAMS_PER_CALL = 100
 
 
-class MlflowRun:
-    """One run; see `LocalTracker`."""
-
-    label: ClassVar[str] = "MLflow"
-    shows: ClassVar[tuple[type[Medium], ...]] = (Table, Page)
-    keeps_first: ClassVar[bool] = True
+class MlflowRun(LocalTracker):
+    label = "MLflow"
+    shows = (Table, Page)
 
     @staticmethod
     def place(settings: LoggerConfig, directory: Path) -> Place:

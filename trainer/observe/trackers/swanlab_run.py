@@ -10,11 +10,10 @@ import os
 import secrets
 import shlex
 from pathlib import Path
-from typing import ClassVar
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.observe.trackers.tracker import (
-    Medium,
+    LocalTracker,
     Page,
     Place,
     Session,
@@ -29,12 +28,9 @@ OFFLINE = "offline"
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")
 
 
-class SwanlabRun:
-    """One run; see `LocalTracker`."""
-
-    label: ClassVar[str] = "SwanLab"
-    shows: ClassVar[tuple[type[Medium], ...]] = (Page,)
-    keeps_first: ClassVar[bool] = True
+class SwanlabRun(LocalTracker):
+    label = "SwanLab"
+    shows = (Page,)
 
     @staticmethod
     def place(settings: LoggerConfig, directory: Path) -> Place:

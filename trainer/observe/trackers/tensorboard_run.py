@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import yaml
@@ -15,7 +14,7 @@ import yaml
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.observe.trackers.tracker import (
     Histogram,
-    Medium,
+    LocalTracker,
     Place,
     Session,
     Table,
@@ -27,12 +26,10 @@ from lockstep.trainer.observe.trackers.tracker import (
 from lockstep.trainer.observe.trackers.view import shown
 
 
-class TensorBoardRun:
-    """One run; see `LocalTracker`."""
-
-    label: ClassVar[str] = "TensorBoard"
-    shows: ClassVar[tuple[type[Medium], ...]] = (Table, Histogram)
-    keeps_first: ClassVar[bool] = False
+class TensorBoardRun(LocalTracker):
+    label = "TensorBoard"
+    shows = (Table, Histogram)
+    keeps_first = False
 
     @staticmethod
     def place(settings: LoggerConfig, directory: Path) -> Place:

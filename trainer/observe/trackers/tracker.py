@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -104,32 +105,33 @@ class Session:
         return self.directory.resolve().name
 
 
-class LocalTracker(Protocol):
+class LocalTracker(ABC):
     """Tracker whose calls may block, and which `Background` therefore calls in a thread."""
 
     label: ClassVar[str]
     shows: ClassVar[tuple[type[Medium], ...]]
     """Media that the tracker can show."""
-    keeps_first: ClassVar[bool]
+    keeps_first: ClassVar[bool] = True
     """True if logged updates cannot be replaced: updates that a resumed run repeats are left out, as W&B does."""
 
     id: str
     """Id for `TrackedRun`."""
 
+    @abstractmethod
     def __init__(self, session: Session) -> None: ...
 
     @staticmethod
+    @abstractmethod
     def place(settings: LoggerConfig, directory: Path) -> Place:
         """Return the location of the data. Imports nothing of the tracker."""
-        ...
 
+    @abstractmethod
     def log(self, update: int, values: Values) -> None:
         """Log numbers and media of an update."""
-        ...
 
+    @abstractmethod
     def finish(self, *, failed: bool) -> None:
         """Close the run after everything is written."""
-        ...
 
 
 def tracker_directory(directory: Path, name: str) -> Path:

@@ -10,13 +10,12 @@ import os
 import secrets
 import shlex
 from pathlib import Path
-from typing import ClassVar
 from urllib.parse import urlsplit
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.observe.trackers.tracker import (
     Histogram,
-    Medium,
+    LocalTracker,
     Page,
     Place,
     Session,
@@ -27,12 +26,9 @@ from lockstep.trainer.observe.trackers.tracker import (
 )
 
 
-class TrackioRun:
-    """One run; see `LocalTracker`."""
-
-    label: ClassVar[str] = "Trackio"
-    shows: ClassVar[tuple[type[Medium], ...]] = (Table, Histogram, Page)
-    keeps_first: ClassVar[bool] = True
+class TrackioRun(LocalTracker):
+    label = "Trackio"
+    shows = (Table, Histogram, Page)
 
     @staticmethod
     def place(settings: LoggerConfig, directory: Path) -> Place:
