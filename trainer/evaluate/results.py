@@ -124,7 +124,7 @@ class Comparison:
 
     name: str
     unit: str
-    """What is compared one by one, in the plural."""
+    """Prompts or documents, the things that are compared one by one."""
     count: int
     differences: Mapping[str, Estimate]
     """Second minus first by measure; the only one of a task has no name. Empty if documents do not determine it."""
