@@ -41,8 +41,8 @@ OF_TEXT = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Model types without a model of text in transformers, and those that compute text alike: without images the three parts
-of their rotary positions are the same."""
+"""Model types without a model of text in transformers, and those that compute text alike: without images the three
+parts of their rotary positions are the same."""
 PACKABLE_LAYERS = frozenset(
     {"full_attention", "sliding_attention", "linear_attention", "mamba", "hybrid", "conv", "mlp", "moe"}
 )

@@ -146,7 +146,7 @@ def unproven(config: PreTrainedConfig, passed: Sequence[str], *, has_sync: bool)
 def settings(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings of a text model that change what it computes, each with its kind of value.
 
-    A number is 0, 1 or `n`, a count (`num_…`) 0 or `n`: the size does not matter, but whether there is a window or scale.
+    A number is 0, 1 or `n`, a count (`num_…`) 0 or `n`: whether there is a window or scale matters, its size does not.
     """
     common = PreTrainedConfig().to_dict()
     text = config.get_text_config().to_dict()
