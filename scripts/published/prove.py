@@ -20,6 +20,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -127,6 +128,10 @@ def prove(one: Published, directory: Path, *, mode: str = "float32", python: str
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).strip().splitlines()
         said = [line for line in lines if line.startswith("lockstep:")] or lines[-1:]
+        log = directory / "runs/run/logs/engine.log"
+        causes = re.findall(r"^(?!ValueError: I/O)\w*Error: .*$", log.read_text(), re.MULTILINE) if log.exists() else []
+        if "could not start" in said[0] and causes:
+            said = [f"vLLM: {causes[0]}"]
         sentence = said[0].removeprefix("lockstep: ").replace(str(model), "<model>")
         return Proof(**facts, refusal=f"exit status {done.returncode}: {sentence}")
     run = directory / "runs/run"
@@ -150,7 +155,7 @@ def prove(one: Published, directory: Path, *, mode: str = "float32", python: str
         tokens += len(sampled)
         longest = max(longest, *(len(call["prompt_ids"]) + len(call["sampled_ids"]) for call in calls))
     saved = AutoModelForCausalLM.from_pretrained(run / "model", dtype="auto")
-    weights = _checkpoint(run, UPDATES, exact)
+    weights = _checkpoint(run, UPDATES, plain_model(model))  # frozen ones are not rounded
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     name = "rollout_correction/logp_diff_abs_mean"
     return Proof(
