@@ -33,6 +33,7 @@ BIN := $(VENV)/bin
 AUDIT := .venv-audit
 CUDA_VENV ?= .venv-cuda
 ENVIRONMENTS := .venv-environments
+AGENTS := "langgraph<2" "langchain-openai<2" "openai-agents<0.25" "pydantic-ai-slim[openai]<3" "smolagents[openai]<2"
 # Programs of the environment are called by name: ninja by torch, accelerate by scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
@@ -47,13 +48,18 @@ ifndef SKIP_INSTALL
 	@bash scripts/install.sh
 endif
 
-# One interpreter each for packages that do not fit beside Lockstep's, or beside each other.
-environments: ## Packages of other environments, beside VENV, for their tests, which are skipped without
+# One interpreter each for packages that do not fit beside Lockstep's, or beside each other. That of agents sees the
+# packages of VENV, as if those of the agents were installed there.
+environments: install ## Packages of other environments and agents, beside VENV, for their tests, which are skipped without
 	@for each in "games openenv-core>=0.3,<0.4 textarena==0.7.4" "tasks verifiers>=0.4,<0.5 uv"; do \
 		set -- $$each; directory="$(ENVIRONMENTS)/$$1"; shift; \
 		$(or $(PYTHON),python3) -m venv "$$directory"; \
 		"$$directory/bin/python" -m pip install --quiet --disable-pip-version-check "$$@"; \
 	done
+	@purelib() { "$$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
+	$(BIN)/python -m venv --without-pip "$(ENVIRONMENTS)/agents"; \
+	echo "import site; site.addsitedir('$$(purelib $(VENV))')" > "$$(purelib $(ENVIRONMENTS)/agents)/beside.pth"; \
+	$(ENVIRONMENTS)/agents/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(AGENTS)
 
 model: install ## Make the small demo model, if it is missing
 	@$(BIN)/python scripts/make_demo_model.py --task $(or $(filter chain reverse,$(TASK)),calculator)
