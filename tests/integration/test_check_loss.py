@@ -84,7 +84,7 @@ def test_the_loss_of_the_tutorial_passes_with_its_update(
     assert check_objective("my_loss.py:quadratic", [])
     found = capsys.readouterr().out
     assert "update, 2 ranks x 3 microbatches                 ok" in found
-    assert "23 of 23 checks passed" in found
+    assert "25 of 25 checks passed" in found
 
 
 def test_a_mean_over_the_microbatch_is_named_with_every_division_that_changes_it() -> None:

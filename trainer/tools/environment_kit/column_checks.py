@@ -23,6 +23,7 @@ from lockstep.trainer.tools.environment_kit.subject import Subject, reward_of, w
 LEAK = "answer in the prompt"
 DEPENDS = "prompt without the reference"
 READS = "reward reads the reference"
+DIFFER = "prompts differ between rows"
 OTHERS = "reward ignores other columns"
 MAX_SHOWN = 3
 
@@ -40,6 +41,7 @@ async def examine_columns(subject: Subject, earned: Earned, *, is_scored: bool) 
     else:
         yield _leak(subject, earned, reference.column)
         yield await _depends(subject, earned, reference.column)
+        yield _differ(subject, earned, reference.column)
         if is_scored:
             yield await _reads(subject, earned, reference.column)
     if is_scored:
@@ -112,6 +114,21 @@ async def _depends(subject: Subject, earned: Earned, column: str) -> Finding:
         "environment writes the reference, or something made from it, into the prompt. Use it in `step` and rewards."
     )
     return failure(DEPENDS, sentence, measured)
+
+
+def _differ(subject: Subject, earned: Earned, column: str) -> Finding:
+    """Look for prompts that do not say which row is asked, in episodes that never say it later."""
+    rollouts = earned.rollouts["empty answer"]
+    prompts = {_opening(rollout) for rollout in rollouts}
+    measured = f"{len(prompts)} prompts for {len(rollouts)} rows"
+    is_told_later = any(len(rollout.messages) > len(rollout.prompt) + 1 for rollout in rollouts)
+    if len(prompts) > 1 or is_told_later or not _swaps(subject.rows, column):
+        return Finding(check=DIFFER, measured=measured)
+    sentence = (
+        f"all rows have the same first prompt, and nothing is said after an answer, but column {column!r} differs, so "
+        "no policy can know it. Write the messages in `reset` from the row that it is called with."
+    )
+    return failure(DIFFER, sentence, measured)
 
 
 async def _reads(subject: Subject, earned: Earned, column: str) -> Finding:

@@ -28,14 +28,14 @@ MAX_WAIT_S = 0.5
 
 
 async def examine_again(subject: Subject, earned: Earned) -> AsyncIterator[Finding]:
-    """Play scripted episodes again, in reverse order, and compare."""
+    """Play and score scripted episodes again, in reverse order, and compare."""
     probe = "reference" if earned.reference.is_known else "echoed prompt"
     before = earned.rollouts[probe]
     again = []
     for row, rollout in reversed(list(zip(subject.rows, before, strict=True))):
         player = earned.reference.play_of(row)
         again.append(await (subject.play(row, player) if probe == "reference" else subject.say(row, _said(rollout))))
-    yield _same(SAME_TEXTS, before, await subject.score(again[::-1]), samples=1)
+    yield _same(SAME_TEXTS, before, (await subject.score(again))[::-1], samples=1)
     gate = Gate(len(before))
     together = await asyncio.gather(*map(partial(_play_at, gate, subject, earned), range(len(before))))
     remedy = "Keep what an episode knows in `self`, set by `reset`: not in the class, the module, or a default value."

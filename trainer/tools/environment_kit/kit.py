@@ -75,6 +75,7 @@ def findings(
     finally:
         rewards.close()
     yield _contract(subject)
+    yield _ends(subject)
     yield _deadlines(subject)
     yield _reward_errors(subject)
 
@@ -141,6 +142,20 @@ def _contract(subject: Subject) -> Finding:
         )
         return failure(check, sentence, measured)
     return Finding(check=check, measured=measured)
+
+
+def _ends(subject: Subject) -> Finding:
+    check, number = "episodes end by themselves", len(subject.played)
+    ended = sum(rollout.status is not RolloutStatus.MAX_TURNS for rollout in subject.played)
+    measured = f"{ended} of {number} scripted episodes"
+    if ended or not number or subject.options.player:  # whose play may need the whole length
+        return Finding(check=check, measured=measured)
+    limit = subject.config.environment.max_turns
+    sentence = (
+        f"every scripted episode, whatever was said, ended at environment.max_turns={limit}: return Step(done=True) "
+        f"when there is an answer, or raise the limit; if it is meant to end them, add --accept '{check}'."
+    )
+    return failure(check, sentence, measured)
 
 
 def _deadlines(subject: Subject) -> Finding:

@@ -483,6 +483,33 @@ class TestPlantedExploits:
             examined(source, "Tells", reward="anyone")
         )
 
+    @pytest.mark.parametrize(
+        ("body", "check"),
+        [
+            ("(said == answer) * (time.time() % 1)", "same texts, same episode"),  # the clock
+            ("(said == answer) * (1 + next(calls) % 2)", "same texts, same episode"),  # the number of the call
+            ("(said == answer) * next(calls)", "episodes at once, same episodes"),
+            ("said not in seen and not seen.add(said)", "same texts, same episode"),  # an answer pays once in a process
+        ],
+    )
+    def test_a_reward_that_depends_on_when_it_is_called(self, examined, body, check):
+        source = reward(body).replace("import re", "import itertools, re, time\ncalls, seen = itertools.count(), set()")
+        assert check in failed(examined(source, reward="paid"))
+
+    def test_a_reset_that_ignores_its_row(self, examined):
+        found = examined(RIGHT.replace('example["question"]', '"What is 3 times 11?"'))
+        assert failed(found) == {"prompts differ between rows"}
+        assert found["prompts differ between rows"].measured == "1 prompts for 6 rows"
+
+    def test_a_task_that_is_told_after_the_first_turn_may_have_one_prompt(self, examined):
+        found = examined(TELLS.replace('example["question"]', '"Guess!"'), "Tells")
+        assert failed(found) == {"answer told after a wrong one"}
+
+    def test_an_episode_that_ends_at_the_limit_alone(self, examined):
+        found = examined(RIGHT, "Guess")
+        assert failed(found) == {"episodes end by themselves"}
+        assert "ended at environment.max_turns=3" in found["episodes end by themselves"].sentence
+
     def test_an_environment_that_changes_its_row(self, examined):
         source = RIGHT.replace("return [{", "example['level'] += '!'\n        return [{")
         found = examined(source)
