@@ -121,7 +121,8 @@ def _differ(subject: Subject, earned: Earned, column: str) -> Finding:
     rollouts = earned.rollouts["empty answer"]
     prompts = {_opening(rollout) for rollout in rollouts}
     measured = f"{len(prompts)} prompts for {len(rollouts)} rows"
-    is_told_later = any(len(rollout.messages) > len(rollout.prompt) + 1 for rollout in rollouts)
+    played = [*rollouts, *earned.rollouts.get("reference", ())]  # whose player may call tools
+    is_told_later = any(len(rollout.messages) > len(rollout.prompt) + 1 for rollout in played)
     if len(prompts) > 1 or is_told_later or not _swaps(subject.rows, column):
         return Finding(check=DIFFER, measured=measured)
     sentence = (
