@@ -7,6 +7,7 @@ uses oneDNN's, as on every other CPU.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ def install() -> None:
     """Keep float32 models from the kernel, in models built later; may be called repeatedly."""
     from vllm.model_executor.kernels.linear.scaled_mm import cpu
 
-    check = cpu.check_cpu_sgl_kernel
+    module: Any = cpu  # which has the function from another module
+    check = module.check_cpu_sgl_kernel
     if _REPAIRED in check.__dict__:
         return
 
@@ -26,4 +28,4 @@ def install() -> None:
         return torch.get_default_dtype() != torch.float32 and check(n, k, dtype)
 
     check_cpu_sgl_kernel.__dict__[_REPAIRED] = True
-    cpu.check_cpu_sgl_kernel = check_cpu_sgl_kernel
+    module.check_cpu_sgl_kernel = check_cpu_sgl_kernel
