@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lockstep.rollout.models.computed_buffers import set_buffers
 from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.model.policy import Policy
 from tests.fixtures.families import FAMILIES
@@ -75,15 +76,20 @@ def _states(output: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_autocast_comes_closer_to_a_float32_forward_than_bfloat16_weights(family: str) -> None:
-    """docs/memory.md states this remaining difference between one process or DDP, and DeepSpeed."""
-    policy, packed = policy_of(family), pack()
-
-    def scored(made: Policy, *, is_cast: bool = False) -> torch.Tensor:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-            return made(packed)[0]
-
-    exact = scored(policy)
-    cast, rounded = scored(policy, is_cast=True), scored(copy.deepcopy(policy).bfloat16())
+def test_both_come_equally_close_to_a_float32_forward(family: str) -> None:
+    """docs/memory.md says so. With frequencies in bfloat16, the error of this long row doubles."""
+    policy = policy_of(family)
+    half = copy.deepcopy(policy).bfloat16()
+    set_buffers(half.causal_lm, lambda name: None)  # as models are loaded
+    generator = torch.Generator().manual_seed(1)
+    packed = collate([whole_row(torch.randint(1, 500, (4000,), generator=generator).tolist())], [0])
+    with torch.no_grad():
+        exact, rounded = policy(packed)[0], half(packed)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = policy(packed)[0]
     errors = [float((one - exact).abs().mean()) for one in (cast, rounded)]
-    assert 0 < errors[0] < errors[1] < 0.05, errors
+    assert 0 < max(errors) < 0.05, errors
+    if family == "llama":  # whose norms round before they multiply by their weights, here of bfloat16 values
+        assert torch.equal(cast, rounded)
+    else:
+        assert errors[0] == pytest.approx(errors[1], rel=0.15), errors
