@@ -159,6 +159,8 @@ def _k3_floor(metrics: Mapping[str, float]) -> float:
 
 def _k3_limit(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> float:
     """Return the k3_kl above which there is an alarm."""
+    if math.isinf(thresholds.k3_over_noise_floor):
+        return math.inf  # turned off, also over a floor of 0
     # In this order: without a measured floor, NaN, the constant holds.
     return max(thresholds.k3_negligible, thresholds.k3_over_noise_floor * _k3_floor(metrics))
 

@@ -311,6 +311,14 @@ def test_only_a_disagreement_far_beyond_rounding_ends_a_run(metrics, ends):
     assert re.search(ends, sentence or "")
 
 
+def test_an_infinite_threshold_turns_an_alarm_off_over_any_floor():
+    off = AlarmThresholds(k3_over_noise_floor=math.inf)
+    for floor in (0.0, 1e-12, math.nan):
+        metrics = {PREFIX + "k3_kl": 1.0, PREFIX + "noise_floor_k3": floor}
+        assert alarms(metrics, off) == []
+        assert disagreement(metrics, off) is None
+
+
 def test_what_quantization_costs_is_the_floor_of_its_alarm():
     quantized = HEALTHY | {QUANTIZATION_K3: 2e-3}
     assert alarms(quantized | {PREFIX + "k3_kl": 1.9e-2}, AlarmThresholds()) == []
