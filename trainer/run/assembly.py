@@ -13,7 +13,7 @@ from lockstep.rewards.composition import RewardSet
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import LongRow
+from lockstep.rollout.weights.canary import CANARY_TOKENS, LongRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
@@ -39,7 +39,7 @@ from lockstep.trainer.model.memory_plan import advice, memory_plan
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import ModelShape, planned_shape
 from lockstep.trainer.model.start_checks.distances import Reach, reach
-from lockstep.trainer.model.start_checks.rounding import rounding_of
+from lockstep.trainer.model.start_checks.rounding import marked_layers, rounding_of
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.run.library_logs import ThirdPartyLog
 from lockstep.trainer.score.reference import make_reference
@@ -168,7 +168,12 @@ def _load_trained(
         )
     passed = ["the head", "rows of a pack apart from each other"]
     updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.has_critic)
-    if not policy.is_quantized:
+    if not marked_layers(policy):
+        console.warn(
+            f"transformers marks no layers of {type(policy.causal_lm).__name__}: none is compared with its computation "
+            "in float32, and the canary of a weight sync has its short row alone"
+        )
+    elif not policy.is_quantized:
         updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
         passed.append("each layer against its computation in float32")
     if (sentence := unproven(policy.causal_lm.config, passed, has_sync=config.has_rollouts)) is not None:
@@ -315,16 +320,17 @@ def make_sync(
     policy = policy_of(distributed.unwrapped)
     row = checked_row(policy, config, distributed)
     dtype = getattr(torch, config.model.dtype)
+    long_row = LongRow(
+        tokens=row.tokens,
+        distances=row.passed,
+        score_disturbed=partial(updater.logprobs, error=rounding_of(dtype, distributed.device.type)),
+    )
     return WeightSync(
         engines=engines,
         sleep_level=sleep_level,
         module=policy.model,
         score_canary=updater.logprobs,
-        long_row=LongRow(
-            tokens=row.tokens,
-            distances=row.passed,
-            score_disturbed=partial(updater.logprobs, error=rounding_of(dtype, distributed.device.type)),
-        ),
+        long_row=long_row if row.tokens > CANARY_TOKENS and marked_layers(policy) else None,
         canary_threshold=settings.canary_threshold,
         canary_share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
         pause_mode=config.pause_mode,

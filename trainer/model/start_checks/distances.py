@@ -36,7 +36,8 @@ def reach(config: PreTrainedConfig, *, longest: int, device_type: str, budget: i
     lengths = {name: length for name, length in distances(config).items() if length + 1 < longest}
     most = min(MOST.get(device_type, MOST["cpu"]), budget)
     within = [length for length in lengths.values() if length + BEYOND <= most]
-    tokens = min(longest, max([USUAL.get(device_type, USUAL["cpu"]), *(length + BEYOND for length in within)]), most)
+    usual = USUAL.get(device_type, USUAL["cpu"])
+    tokens = max(2, min(longest, most, max([usual, *(length + BEYOND for length in within)])))
     return Reach(
         tokens=tokens,
         passed=tuple(sorted({length for length in lengths.values() if length < tokens})),

@@ -27,11 +27,17 @@ def test_canaries_take_a_hundredth_of_the_time_on_gpus(
     monkeypatch.setattr(assembly, "WeightSync", SimpleNamespace)
     causal_lm = SimpleNamespace(config=Qwen3Config())
     monkeypatch.setattr(assembly, "policy_of", lambda module: SimpleNamespace(model=None, causal_lm=causal_lm))
+    layers: dict[str, None] = {}
+    monkeypatch.setattr(assembly, "marked_layers", lambda policy: layers)
     config = Config()
     config.sync.canary_share = configured
     distributed: Any = SimpleNamespace(device=torch.device(device), unwrapped=None)
     sync: Any = assembly.make_sync(config, distributed, SimpleNamespace(logprobs=list), engines=[])  # type: ignore[arg-type]
     assert sync.canary_share == share
+    assert sync.long_row is None, "rounding cannot be measured in a model whose layers are not marked"
+    layers["model.layers.0"] = None
+    sync = assembly.make_sync(config, distributed, SimpleNamespace(logprobs=list), engines=[])  # type: ignore[arg-type]
+    assert sync.long_row.tokens > 24
 
 
 @pytest.mark.parametrize("place", ["path", "heldout_path", "demonstrations"])
