@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -95,7 +94,7 @@ class Medians:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class CanaryResult:
     """Differences of one engine from the trainer."""
 
     short: float
@@ -112,6 +111,16 @@ class Found:
         if self.short <= self.limit and self.long is not None:
             return str(self.long)
         return f"by {self.short:.3g}, expected at most {self.limit:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """The trainer's log π of the tokens of the rows, float64."""
+
+    short: Tensor
+    long: Tensor | None = None
+    rounding: Tensor = field(default_factory=lambda: torch.empty(0))
+    """|Δ log π| of the long row by rounding errors."""
 
 
 class Canary:
@@ -147,45 +156,52 @@ class Canary:
         generator = torch.Generator().manual_seed(0)
         self._long_ids = torch.randint(vocab_size, (long.tokens,), generator=generator).tolist() if long else []
 
-    def score_short(self, engines: ControlPlane) -> dict[str, float]:
-        """Return the largest |Δ log π| of the short row, by this rank's engines; a collective under ZeRO-3."""
-        return {name: one.max().item() for name, one in self._differences(engines, self._ids).items()}
+    def expected(self, *, is_long: bool) -> Expected:
+        """Score the rows by the trainer; a collective under ZeRO-3. is_long: both rows."""
+        short = _scores(self._score, self._ids)
+        if not is_long:
+            return Expected(short=short)
+        assert self.long is not None
+        long, disturbed = _scores(self._score, self._long_ids), _scores(self.long.score_disturbed, self._long_ids)
+        return Expected(short=short, long=long, rounding=(long - disturbed).abs())
 
-    def judge(self, short: Mapping[str, float], long: Mapping[str, Medians]) -> dict[str, Found]:
-        """Return the differences of both rows with what is accepted. long: empty without the long row."""
+    def compare(self, engines: ControlPlane, expected: Expected) -> dict[str, CanaryResult]:
+        """Score the rows by this rank's engines, and return their differences by name."""
+        short = self._differences(engines, self._ids, expected.short)
         limit = max(QUANTIZED_THRESHOLD, self._threshold) if self._measures_floor else self._threshold
-        return {name: Found(short=one, limit=limit, long=long.get(name)) for name, one in short.items()}
+        long: dict[str, Tensor] = {}
+        if expected.long is not None:
+            long = self._differences(engines, self._long_ids, expected.long)
+        return {
+            name: CanaryResult(
+                short=one.max().item(),
+                limit=limit,
+                long=self._medians(long[name], expected.rounding) if name in long else None,
+            )
+            for name, one in short.items()
+        }
 
-    def accept(self, found: Mapping[str, Found]) -> None:
+    def accept(self, results: Mapping[str, CanaryResult]) -> None:
         """Take the differences of the first canary of quantized engines as the floor of later ones."""
-        if found and self._measures_floor:
-            self._threshold = max(self._threshold, FLOOR_FACTOR * max(one.short for one in found.values()))
+        if results and self._measures_floor:
+            self._threshold = max(self._threshold, FLOOR_FACTOR * max(one.short for one in results.values()))
             self._measures_floor = False
 
-    def score_long(self, engines: ControlPlane) -> dict[str, Medians]:
-        """Return the medians of the long row, by this rank's engines; a collective under ZeRO-3."""
+    def _medians(self, differences: Tensor, rounding: Tensor) -> Medians:
         assert self.long is not None
-        lengths = self.long.stretches
-        trained = _scores(self._score, self._long_ids)
-        disturbed = _scores(self.long.score_disturbed, self._long_ids)
-        rounding = [part.median().item() for part in (trained - disturbed).abs().split(lengths)]
-        by_engine = {}
-        for name, differences in self._differences(engines, self._long_ids, trained).items():
-            medians = [part.median().item() for part in differences.split(lengths)]
-            limits = [max(SMALLEST_MEDIAN[self._dtype], ROUNDINGS * one) for one in rounding]
-            if self._is_quantized:
-                limits = [max(limit, FLOOR_FACTOR * medians[0]) for limit in limits]
-                limits[0] = max(limits[0], QUANTIZED_THRESHOLD)
-            if self._is_fixed:
-                limits = [self._threshold] * len(limits)
-            by_engine[name] = Medians(differences=tuple(medians), limits=tuple(limits), row=self.long)
-        return by_engine
+        medians, roundings = (
+            [part.median().item() for part in one.split(self.long.stretches)] for one in (differences, rounding)
+        )
+        limits = [max(SMALLEST_MEDIAN[self._dtype], ROUNDINGS * one) for one in roundings]
+        if self._is_quantized:
+            limits = [max(limit, FLOOR_FACTOR * medians[0]) for limit in limits]
+            limits[0] = max(limits[0], QUANTIZED_THRESHOLD)
+        if self._is_fixed:
+            limits = [self._threshold] * len(limits)
+        return Medians(differences=tuple(medians), limits=tuple(limits), row=self.long)
 
-    def _differences(
-        self, engines: ControlPlane, ids: Sequence[int], trained: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Return |Δ log π| of each engine, by name. trained: the trainer's scores; None: computed."""
-        expected = _scores(self._score, ids) if trained is None else trained
+    def _differences(self, engines: ControlPlane, ids: Sequence[int], expected: Tensor) -> dict[str, Tensor]:
+        """Return |Δ log π| of each engine, by name."""
 
         async def difference(engine: SyncedEngine) -> Tensor:
             sampled = torch.tensor(await engine.score(ids), dtype=torch.float64)
@@ -197,7 +213,7 @@ class Canary:
 
 
 class Pace:
-    """Cost of a row of the canary, and the time since it was scored."""
+    """Cost of the last canary with a row, and the time since."""
 
     def __init__(self) -> None:
         self._cost_s, self._ended_at = 0.0, 0.0
@@ -205,12 +221,8 @@ class Pace:
     def is_due(self, share: float) -> bool:
         return share == 1 or self._cost_s <= share * (time.perf_counter() - self._ended_at)
 
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._ended_at = time.perf_counter()
-        self._cost_s = self._ended_at - started
+    def ended(self, cost_s: float) -> None:
+        self._cost_s, self._ended_at = cost_s, time.perf_counter()
 
 
 def _scores(score: ScoreCanary, ids: Sequence[int]) -> Tensor:

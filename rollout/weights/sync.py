@@ -1,6 +1,6 @@
 """Weight sync: afterwards the engines sample with the trained weights, or the run stops on every rank.
 
-    pause the engines ─► send the weights ─► versions, caches, resume ─► canary
+    the trainer's canary ─► pause the engines ─► send the weights ─► versions, caches, resume ─► the engines' canary
 
 The engines belong to one rank or (colocated) to several; version and canary are checked for each. Over gloo each rank
 sends its part of the weights to all engines. vLLM's transport `nccl` has one sender, the rank with the engines, to
@@ -10,7 +10,8 @@ After each phase the ranks exchange its outcome, with a deadline: a failure on o
 all. While weights may be partly replaced, the engine labels them as unusable, so that no client samples from an engine
 that a failed sync left behind.
 
-The canary (rollout/weights/canary.py) is scored on the resumed engine, because a paused vLLM engine does not score.
+The trainer scores the canary (rollout/weights/canary.py) first, while engines that sleep leave it the memory; engines
+score it when they are resumed, because a paused vLLM engine does not score.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lockstep.rollout.errors import ConfigError, EngineError, RankLostError, Syn
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
 from lockstep.rollout.system.device_memory import release_cached_memory
-from lockstep.rollout.weights.canary import Canary, Found, LongRow, Medians, Pace, ScoreCanary
+from lockstep.rollout.weights.canary import Canary, CanaryResult, Expected, LongRow, Pace, ScoreCanary
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
 
@@ -97,7 +98,7 @@ class WeightSync:
         module: the trained module in its wrappers (see `ZeroSource`).
         engines: this rank's engines; none on ranks that only take part in the gather.
         score_canary: the trainer's scores; None: no canary (the version is still checked).
-        canary_threshold, long_row: of `Canary`.
+        canary_threshold, long_row: `threshold` and `long` of `Canary`.
         canary_share: a canary is scored when the last one cost at most this share of the time since. 1: always. The
             long row is scored when it cost at most LONG_SHARE and this share.
         pause_mode: treatment of requests in flight: wait, keep or abort.
@@ -174,6 +175,13 @@ class WeightSync:
         if not self._is_joined:
             self.reconnect()
         self._engines.version = str(version)
+        began = time.perf_counter()
+        is_due, is_long = phase("choosing the rows of the canary", self._due)[0]  # by the clock of rank 0
+        canary = self._canary if is_due else None
+        expected = None
+        if canary is not None:  # while engines that sleep leave the memory to the trainer
+            expected = phase("scoring the canary by the trainer", lambda: canary.expected(is_long=is_long), own=True)
+        canary_s = time.perf_counter() - began
         is_asleep = self._is_asleep
         if is_asleep:
             phase("waking the engines", lambda: self._wake("weights"))
@@ -187,11 +195,15 @@ class WeightSync:
         if is_asleep:
             phase("waking the engines' caches", lambda: self._wake("kv_cache"))
             self._is_asleep = False
-        due, *_ = phase("resuming the engines", lambda: self._release_all(version))  # decided on rank 0
+        phase("resuming the engines", lambda: self._engines.all(lambda engine: self._release(engine, version)))
         pause_s = time.perf_counter() - started
         gather_s = self._source.gather_s
-        found = self._check_canary(version, *due)
-        long = [one.long for one in found.values() if one.long is not None]
+        began = time.perf_counter()
+        results = {} if canary is None or expected is None else self._check_canary(version, canary, expected)
+        canary_s += time.perf_counter() - began
+        for pace in [self._pace] * is_due + [self._long_pace] * is_long:
+            pace.ended(canary_s)
+        long = [one.long for one in results.values() if one.long is not None]
         worst = max(((one.differences[one.worst], one.limits[one.worst]) for one in long), default=(math.nan, math.nan))
         return SyncReport(
             version=version,
@@ -199,7 +211,7 @@ class WeightSync:
             transfer_s=max(0.0, sent - paused - gather_s),
             pause_s=pause_s,
             bytes=sum(self._sizes),
-            canary_abs_diff=max((one.short for one in found.values()), default=math.nan),
+            canary_abs_diff=max((one.short for one in results.values()), default=math.nan),
             canary_long_diff=worst[0],
             canary_long_limit=worst[1],
         )
@@ -243,13 +255,11 @@ class WeightSync:
                 raise SyncError(f"{' and '.join(unresponsive)} no longer answers: {error}") from error
             raise
 
-    def _release_all(self, version: int) -> tuple[bool, bool]:
-        """Verify and resume this rank's engines. Return True for each row of the canary that is due."""
-        self._engines.all(lambda engine: self._release(engine, version))
+    def _due(self) -> tuple[bool, bool]:
+        """Return True for a canary that is due, and True if its long row is."""
         if self._canary is None or not self._pace.is_due(self._canary_share):
             return False, False
-        is_long = self._canary.long is not None and self._long_pace.is_due(min(self._canary_share, LONG_SHARE))
-        return True, is_long
+        return True, self._canary.long is not None and self._long_pace.is_due(min(self._canary_share, LONG_SHARE))
 
     async def _release(self, engine: SyncedEngine, version: int) -> None:
         # Pausing cleared the cache, but requests may have arrived since.
@@ -259,34 +269,28 @@ class WeightSync:
             raise SyncError(f"{engine.name} reports weight version {found}, expected version {version}, which was sent")
         await engine.resume()
 
-    def _check_canary(self, version: int, is_due: bool, is_long_due: bool) -> dict[str, Found]:
+    def _check_canary(self, version: int, canary: Canary, expected: Expected) -> dict[str, CanaryResult]:
         """Return the differences of this rank's engines. A collective. Raises `SyncError` on every rank if a canary
         failed."""
-        canary, phase = self._canary, self._ranks.run_phase
-        if canary is None or not is_due:
-            return {}
-        with self._pace.measured():
-            short = phase("scoring the canary", lambda: canary.score_short(self._engines), own=True)
-        long: dict[str, Medians] = {}
-        if is_long_due:
-            with self._long_pace.measured():
-                long = phase("scoring the long row of the canary", lambda: canary.score_long(self._engines), own=True)
-        found = canary.judge(short, long)
-        if any(phase("checking the canary", lambda: self._wrong_engines(found))):
-            phase("comparing checksums", lambda: self._raise_canary_error(version, found))
-        canary.accept(found)
-        return found
+        phase = self._ranks.run_phase
+        results: dict[str, CanaryResult] = phase(
+            "scoring the canary", lambda: canary.compare(self._engines, expected), own=True
+        )
+        if any(phase("checking the canary", lambda: self._wrong_engines(results))):
+            phase("comparing checksums", lambda: self._raise_canary_error(version, results))
+        canary.accept(results)
+        return results
 
-    def _wrong_engines(self, found: Mapping[str, Found]) -> list[str]:
+    def _wrong_engines(self, results: Mapping[str, CanaryResult]) -> list[str]:
         """Return the names of this rank's engines whose canary failed, and pause them."""
-        wrong = [name for name, one in found.items() if one.is_wrong]
+        wrong = [name for name, result in results.items() if result.is_wrong]
         if wrong:
             self._engines.all(lambda engine: engine.pause("abort"))
         return wrong
 
-    def _raise_canary_error(self, version: int, found: Mapping[str, Found]) -> None:
+    def _raise_canary_error(self, version: int, results: Mapping[str, CanaryResult]) -> None:
         """Raise the error of a failed canary, with the weights that differ. Every rank takes part in a gather."""
-        wrong = self._wrong_engines(found)
+        wrong = self._wrong_engines(results)
         if not wrong:
             if not self._sends_adapters:
                 for _ in self._source:
@@ -299,7 +303,7 @@ class WeightSync:
         else:
             sums = self._engines.all(lambda engine: engine.weight_checksums())
             where = describe_differences(self._source, dict(zip(self._engines.names, sums, strict=True))[wrong[0]])
-        differences = " and ".join(f"{name} {found[name]}" for name in wrong)
+        differences = " and ".join(f"{name} {results[name]}" for name in wrong)
         raise SyncError(
             f"after the sync to version {version} the log π of the canary differ from the trainer's: {differences}: "
             f"the engine does not compute what the trainer computes ({wrong[0]}: {where}); run `python "

@@ -134,7 +134,9 @@ def _long_row(served: Served) -> float:
     error = rounding_of(dtype, subject.device)
     row = LongRow(tokens=subject.max_model_len - 1, score_disturbed=partial(served.scores, error=error))
     canary = Canary(served.scores, dtype=dtype, vocab_size=engine.vocab_size, long=row)
-    medians = canary.score_long(ControlPlane([engine], 120, is_staged=True))[engine.name]
+    engines = ControlPlane([engine], 120, is_staged=True)
+    medians = canary.compare(engines, canary.expected(is_long=True))[engine.name].long
+    assert medians is not None
     return medians.differences[medians.worst] / medians.limits[medians.worst]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import Canary, Found, LongRow
+from lockstep.rollout.weights.canary import Canary, CanaryResult, LongRow
 from lockstep.rollout.weights.control_plane import ControlPlane
 
 TOKENS, WINDOW = 400, 128
@@ -48,9 +48,8 @@ class Scored:
         settings = {"dtype": torch.float32, "vocab_size": 100, "long": long} | settings
         self.canary = Canary(lambda ids: [-2.0] * (len(ids) - 1), **settings)
 
-    def found(self) -> Found:
-        short, long = self.canary.score_short(self.engines), self.canary.score_long(self.engines)
-        return self.canary.judge(short, long)["engine 0"]
+    def result(self) -> CanaryResult:
+        return self.canary.compare(self.engines, self.canary.expected(is_long=True))["engine 0"]
 
 
 @pytest.fixture
@@ -61,11 +60,11 @@ def loop() -> Any:
 
 def test_a_difference_beyond_a_window_is_named(loop: BackgroundLoop) -> None:
     scored = Scored(loop)
-    assert not scored.found().is_wrong
+    assert not scored.result().is_wrong
     scored.differences[WINDOW:] = 2e-4
-    found = scored.found()
-    assert found.is_wrong
-    assert str(found) == (
+    result = scored.result()
+    assert result.is_wrong
+    assert str(result) == (
         "by 0.0002 in the median of tokens 128 to 199 of a row, beyond 128, where the model begins to compute in "
         "another way, expected at most 0.0001"
     )
@@ -74,29 +73,29 @@ def test_a_difference_beyond_a_window_is_named(loop: BackgroundLoop) -> None:
 def test_single_tokens_say_nothing(loop: BackgroundLoop) -> None:
     scored = Scored(loop)
     scored.differences[::3] = 1.0  # a third of the tokens have another expert
-    assert not scored.found().is_wrong
+    assert not scored.result().is_wrong
 
 
 def test_what_rounding_explains_is_accepted(loop: BackgroundLoop) -> None:
     scored = Scored(loop, rounding=1.0, dtype=torch.bfloat16)
     for difference, is_wrong in ((9.0, False), (11.0, True), (math.nan, True)):
         scored.differences[:] = difference
-        assert scored.found().is_wrong is is_wrong
+        assert scored.result().is_wrong is is_wrong
 
 
 def test_a_chosen_threshold_holds_for_both_rows(loop: BackgroundLoop) -> None:
     scored = Scored(loop, threshold=0.5)
     scored.differences[:], scored.short = 0.4, 0.4
-    assert not scored.found().is_wrong
+    assert not scored.result().is_wrong
     scored.differences[-100:] = 0.6
-    assert scored.found().is_wrong
+    assert scored.result().is_wrong
     scored.differences[:], scored.short = 0.0, 0.6
-    assert str(scored.found()) == "by 0.6, expected at most 0.5"
+    assert str(scored.result()) == "by 0.6, expected at most 0.5"
 
 
 def test_a_quantized_engine_may_differ_equally_at_every_distance(loop: BackgroundLoop) -> None:
     scored = Scored(loop, is_quantized=True, dtype=torch.bfloat16)
     scored.differences[:] = 0.5
-    assert not scored.found().is_wrong
+    assert not scored.result().is_wrong
     scored.differences[WINDOW:] = 1.6
-    assert scored.found().is_wrong
+    assert scored.result().is_wrong
