@@ -26,7 +26,7 @@ from tests.fixtures.pages import PAGES, ROOT, Block, bash_blocks, python_files
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 RUN = (
-    r"(OMP_NUM_THREADS=\d )?python (scripts/\w+\.py|benchmarks/retained_weight\.py|\w+\.py)|"
+    r"(OMP_NUM_THREADS=\d )?python (scripts/\w+\.py|benchmarks/retained_weight\.py|examples/one_step\.py|\w+\.py)|"
     r"python -m scripts\.published\.prove \"|"
     r"accelerate launch --config_file configs/accelerate/zero3\.yaml (--num_processes 2 )?scripts/|"
     r"make (train|model|report|plot|help)\b"
