@@ -17,7 +17,7 @@ from scripts.map_code import ROOMS
 from tests.fixtures.paths import ROOT
 
 LIBRARY = ("trainer", "rewards", "rollout")
-OTHERS = ("lockstep.demo", "scripts", "benchmarks", "tests", *LIBRARY)
+OTHERS = ("lockstep.demo", "scripts", "benchmarks", "examples", "tests", *LIBRARY)
 """Packages that no module of the library imports: programs around it, and its own packages by their short names."""
 
 Imports = dict[str, set[str]]

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from tests.fixtures.paths import ROOT
 
 LIBRARY = ("trainer", "rollout", "rewards", "demo")
-OURS = {"lockstep", "scripts", "benchmarks", "tests", "harness", "gradients"}
+OURS = {"lockstep", "scripts", "benchmarks", "examples", "tests", "harness", "gradients"}
 """Packages of this repository; the last two are beside the programs that import them."""
 NOT_DECLARED = {
     "bitsandbytes",  # optimizer.name=adamw_8bit names the command that installs it
@@ -66,7 +66,7 @@ def test_the_library_imports_only_declared_packages() -> None:
     assert undeclared(python_files(*LIBRARY), *FOR_USERS) == {}
 
 
-@pytest.mark.parametrize("folder", ["scripts", "benchmarks", "tests"])
+@pytest.mark.parametrize("folder", ["scripts", "benchmarks", "examples", "tests"])
 def test_commands_and_tests_import_only_declared_packages(folder: str) -> None:
     assert undeclared(python_files(folder), *FOR_USERS, "test") == {}
 

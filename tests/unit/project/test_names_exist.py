@@ -11,8 +11,8 @@ import pytest
 
 from tests.fixtures.paths import ROOT
 
-FOLDERS = ("trainer", "rollout", "rewards", "demo", "scripts", "tests", "benchmarks")
-OURS = ("lockstep.", "scripts.", "tests.", "benchmarks.")
+FOLDERS = ("trainer", "rollout", "rewards", "demo", "scripts", "tests", "benchmarks", "examples")
+OURS = ("lockstep.", "scripts.", "tests.", "benchmarks.", "examples.")
 
 
 def sources() -> list[Path]:

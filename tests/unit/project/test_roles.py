@@ -6,7 +6,7 @@ import ast
 
 from tests.fixtures.paths import ROOT
 
-PACKAGES = ("rollout", "rewards", "trainer", "scripts", "benchmarks")
+PACKAGES = ("rollout", "rewards", "trainer", "scripts", "benchmarks", "examples")
 ALLOWED = {
     "trainer/tools/environment_kit/exploit_checks.py": "a scripted player reads what the environment says",
     "rollout/records.py": "the accessor",
