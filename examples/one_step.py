@@ -147,6 +147,7 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
     #    over its last one, not three. The loss mask has the sampled tokens. What the user and the tool said is context.
     batch = StepBatch.of(rollouts, mask_truncated=False)
     trainable = [rollout for rollout in rollouts if rollout.is_trainable]
+    assert trainable, f"no rollout can be trained; the first one failed: {rollouts[0].error}"
     assert batch.layout.num_tokens == sum(rollout.num_sampled for rollout in trainable), "each token is trained once"
     assert (batch.versions_N == 0).all(), "an engine counts from version 0, the weights on disk"
 
@@ -159,7 +160,7 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
 
     # 5. Logprobs of the sampled tokens by the trainer, before the update: π_old. Rows are packed into flat sequences
     #    without padding; the rows of a pack cannot see each other, so it does not matter which ones share it.
-    policy = Policy.from_pretrained(model_dir, engine_context=CONTEXT)
+    policy = Policy.from_pretrained(model_dir, engine_context=CONTEXT)  # rotary positions may depend on it
     packs = pack_rows(batch)
     old_N = score(policy, packs)
 
