@@ -32,8 +32,8 @@ _RECIPE_SOURCES = (
     "demo/tasks.py",
     "demo/tokenizer.py",
     "demo/warm_start.py",
-    "rollout/environments/calculator.py",
-    "rollout/environments/chain.py",
+    "rollout/environments/demo/calculator.py",
+    "rollout/environments/demo/chain.py",
 )
 
 

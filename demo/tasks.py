@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.environments.demo.calculator import evaluate
 from lockstep.trainer.data.split import is_heldout
 
 Row = dict[str, Any]
@@ -28,7 +28,7 @@ class DemoTask:
     """One task: its rows and its players."""
 
     name: str
-    """Also its key in `rollout.environments.ENVIRONMENTS`."""
+    """Also the name of its environment."""
     max_turns: int
     """Largest number of assistant turns that an episode needs."""
     draw: Callable[[random.Random], Row]

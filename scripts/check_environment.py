@@ -26,7 +26,6 @@ from pathlib import Path
 from lockstep.trainer.tools.environment_kit.supervisor import DUMP_SIGNAL, supervise
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-DEMOS = ("calculator", "chain", "reverse")
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -62,12 +61,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def overrides_of(flags: argparse.Namespace) -> list[str]:
     """Return the settings that the options stand for."""
     name = flags.environment
-    words = [
-        f"environment={name}" if (CONFIGS / "environment" / f"{name}.yaml").is_file() else f"environment.name={name}"
-    ]
+    has = {group: (CONFIGS / group / f"{name}.yaml").is_file() for group in ("environment", "data", "model")}
+    words = [f"environment={name}" if has["environment"] else f"environment.name={name}"]
     if flags.data is not None:
         return [*words, f"data.path={flags.data}", "data.heldout_path=null"]
-    return [*words, f"data={name}", f"model={name}", "reward=calculator"] if name in DEMOS else words
+    is_demo = has["data"] and has["model"]
+    return [*words, f"data={name}", f"model={name}", "reward=calculator"] if is_demo else words
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.errors import ConfigError, TemplateError
-from lockstep.rollout.gateway.server import GatewaySettings
+from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.trainer.config.schema import Config

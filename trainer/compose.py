@@ -12,13 +12,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments import declaration, make_environment
+from lockstep.rollout.environments.declaration import declaration_of
+from lockstep.rollout.environments.mixed import parts_of
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import LATEST, behind_link
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.hints import closest
-from lockstep.trainer.config.prepared import DEMO, DEMO_ENVIRONMENTS, DEMO_REWARD, data_folder
+from lockstep.trainer.config.prepared import DEMO, DEMO_REWARD, data_folder
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import free_form
@@ -155,7 +157,8 @@ def refuse_demo_parts(config: Config, words: Sequence[str]) -> None:
     if not other or not config.has_rollouts or not sets(words, *TASK["data"]):
         return
     name = config.environment.name
-    kept = [f"environment {name}"] if name in DEMO_ENVIRONMENTS and not sets(words, *TASK["environment"]) else []
+    is_kept = declaration(name).demo_task is not None and not sets(words, *TASK["environment"])
+    kept = [f"environment {name}"] if is_kept else []
     if DEMO_REWARD in config.reward.functions and not sets(words, *TASK["reward"]):
         kept.append(f"reward {DEMO_REWARD}")
     if kept:
@@ -195,4 +198,6 @@ def _environment(config: Config) -> str:
     environment = make_environment(name, **config.environment.settings)
     tools = [tool["function"]["name"] for tool in environment.tools] if isinstance(environment, ToolEnvironment) else []
     named = f" with the tool{'s' * (len(tools) > 1)} {', '.join(tools)}" if tools else ""
-    return f"{name}{named}, at most {turns} turn{'s' * (turns > 1)}"
+    is_deterministic = all(declaration_of(part).is_deterministic for part in parts_of(environment))
+    differs = "" if is_deterministic else ", whose answers may differ from run to run"
+    return f"{name}{named}, at most {turns} turn{'s' * (turns > 1)}{differs}"

@@ -7,7 +7,7 @@ from typing import Any
 import agents  # type: ignore[import-not-found]
 import openai
 
-from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.environments.demo.calculator import evaluate
 
 
 @agents.function_tool(strict_mode=False)

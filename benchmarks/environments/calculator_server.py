@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcp.server.mcpserver import MCPServer
 
-from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.environments.demo.calculator import evaluate
 
 server = MCPServer("calculator")
 

@@ -8,7 +8,7 @@ from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 from langgraph.graph import START, MessagesState, StateGraph  # type: ignore[import-not-found]
 from langgraph.prebuilt import ToolNode, tools_condition  # type: ignore[import-not-found]
 
-from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.demo.calculator import calculator
 
 
 async def play(base_url: str, api_key: str, example: dict[str, Any]) -> dict[str, int]:

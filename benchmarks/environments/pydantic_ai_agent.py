@@ -8,7 +8,7 @@ import pydantic_ai  # type: ignore[import-not-found]
 from pydantic_ai.models.openai import OpenAIChatModel  # type: ignore[import-not-found]
 from pydantic_ai.providers.openai import OpenAIProvider  # type: ignore[import-not-found]
 
-from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.environments.demo.calculator import evaluate
 
 
 def calculator(expression: str) -> int:

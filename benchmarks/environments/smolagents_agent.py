@@ -7,7 +7,7 @@ from typing import Any
 import smolagents  # type: ignore[import-not-found]
 from smolagents.models import ChatMessage, MessageRole  # type: ignore[import-not-found]
 
-from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.environments.demo.calculator import evaluate
 
 
 @smolagents.tool

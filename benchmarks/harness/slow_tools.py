@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.rollout.engine.protocol import Engine, Sampling
-from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.records import EngineCall, Message
 

@@ -33,7 +33,7 @@ from harness.turns import Turn
 from harness.workloads import COMPARED, PEER_ENGINES, TOOL_TOKENS, configuration
 from lockstep.rewards.batches import Scope
 from lockstep.rewards.resolve import resolve
-from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.demo.calculator import calculator
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.records import Rollout
 from lockstep.trainer.build import make_chat

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.environments.demo.calculator import evaluate
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.data.gym_rows import MAX_ROUNDS, questions
 from lockstep.trainer.data.split import is_heldout

@@ -1,64 +1,118 @@
-"""Registry of environments by the name of a setting, or from a user's file. One instance lives for one episode."""
+"""Registry of environments by the name of a setting, or from a user's file. One instance lives for one episode.
+
+The environment `name` is the class with a `declaration` in module `name` of one of the folders `PLACES`, or what an
+installed package registers by this name:
+
+    [project.entry-points."lockstep.environments"]
+    chess = "my_package.chess:Chess"
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lockstep.rollout.environments.adapters.openenv import OpenEnvironment
-from lockstep.rollout.environments.adapters.textarena import TextArenaEnvironment
-from lockstep.rollout.environments.adapters.trl import TRLEnvironment
-from lockstep.rollout.environments.adapters.trl_rollout import TRLRollout
-from lockstep.rollout.environments.adapters.verifiers import VerifiersEnvironment
-from lockstep.rollout.environments.agent import AgentEnvironment
-from lockstep.rollout.environments.calculator import CalculatorEnvironment, SlowCalculatorEnvironment
-from lockstep.rollout.environments.chain import ChainEnvironment
+from lockstep.rollout.environments.declaration import Declaration, declaration_of
 from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed
-from lockstep.rollout.environments.sandboxed_tools import SandboxEnvironment
-from lockstep.rollout.environments.search import SearchEnvironment
-from lockstep.rollout.environments.single_turn import SingleTurn
-from lockstep.rollout.environments.subagents import SubAgents
-from lockstep.rollout.environments.tool_servers.mcp import McpEnvironment
-from lockstep.rollout.environments.tools import ToolEnvironment
-from lockstep.rollout.environments.user import SimulatedUser
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.user_functions import load_function
+
+PLACES = (__name__, f"{__name__}.adapters", f"{__name__}.demo")
+GROUP = "lockstep.environments"
 
 
 def make_environment(name: str, **settings: Any) -> AnyEnvironment:
-    """Make an environment for one episode. name: one of `ENVIRONMENTS`, or `path/to/file.py:ClassName`.
+    """Make an environment for one episode. name: one of `environment_names()`, or `path/to/file.py:ClassName`.
 
     Raises `ConfigError`: the name is unknown, its file cannot be loaded, or it does not take these settings.
     """
-    factory = load_function(name) if ":" in name else ENVIRONMENTS.get(name)
+    factory = load_function(name) if ":" in name else environment_class(name)
     if factory is None:
         raise ConfigError(
-            f"unknown environment {name!r}; expected one of {', '.join(ENVIRONMENTS)}, or path/to/file.py:ClassName"
+            f"unknown environment {name!r}; expected one of {', '.join(environment_names())}, or "
+            "path/to/file.py:ClassName"
         )
+    make = partial(factory, make=make_environment) if factory is Mixed else factory
     try:
-        return factory(**settings)
+        return make(**settings)
     except TypeError as error:
         raise ConfigError(f"environment {name}: {error}") from error
 
 
-ENVIRONMENTS: dict[str, Callable[..., AnyEnvironment]] = {
-    "single_turn": SingleTurn,
-    "tools": ToolEnvironment,
-    "mcp": McpEnvironment,
-    "sandbox": SandboxEnvironment,
-    "search": SearchEnvironment,
-    "user": SimulatedUser,
-    "mixed": partial(Mixed, make=make_environment),
-    "calculator": CalculatorEnvironment,
-    "slow_calculator": SlowCalculatorEnvironment,
-    "chain": ChainEnvironment,
-    "reverse": SingleTurn,
-    "subagents": SubAgents,
-    "agent": AgentEnvironment,
-    "trl": TRLEnvironment,
-    "trl_rollout": TRLRollout,
-    "verifiers": VerifiersEnvironment,
-    "textarena": TextArenaEnvironment,
-    "openenv": OpenEnvironment,
-}
+def environment_names() -> list[str]:
+    """Return the names of all environments, those of installed packages last. Imports the modules of Lockstep's."""
+    own = [name for name, module in _modules().items() if _declared_in(module) is not None]
+    return list(dict.fromkeys([*own, *_entry_points()]))
+
+
+def environment_class(name: str) -> Any:
+    """Return the class of a name; None if it is unknown, or the path of a user's file.
+
+    Raises `ConfigError` if the class of an installed package cannot be imported, or two have this name.
+    """
+    module = _modules().get(name)
+    own = None if module is None else _declared_in(module)
+    installed = _entry_points().get(name, [])
+    if len(installed) + (own is not None) > 1:
+        packages = ", ".join(entry.value for entry in installed)
+        raise ConfigError(
+            f"environment {name!r} is registered {len(installed) + (own is not None)} times ({packages}"
+            f"{'' if own is None else ', and by Lockstep'}); uninstall all packages but one, or set environment.name="
+            "path/to/file.py:ClassName"
+        )
+    if not installed:
+        return own
+    try:
+        return installed[0].load()
+    except Exception as error:  # of a foreign module
+        raise ConfigError(
+            f"environment {name!r} of an installed package cannot be imported from {installed[0].value}: "
+            f"{type(error).__name__}: {error_text(error)}"
+        ) from error
+
+
+def declaration(name: str) -> Declaration:
+    """Return the declaration of an environment; the defaults for unknown names and users' files, which stay unread."""
+    return declaration_of(environment_class(name))
+
+
+def declared_parts(name: str, settings: Any) -> Iterator[tuple[str, Any, Declaration]]:
+    """Yield name, settings and declaration of an environment, then those of the parts of a mixture."""
+    declared = declaration(name)
+    yield name, settings, declared
+    parts = settings.get("environments") if declared.has_parts and isinstance(settings, Mapping) else None
+    for part, own in parts.items() if isinstance(parts, Mapping) else ():
+        shared = {key: value for key, value in settings.items() if key != "environments"}
+        yield from declared_parts(str(part), {**shared, **own} if isinstance(own, Mapping) else own)
+
+
+@functools.cache
+def _modules() -> dict[str, str]:
+    """Return all modules that may declare an environment, by its name."""
+    folders = [importlib.import_module(place) for place in PLACES]
+    return {
+        module.name: f"{folder.__name__}.{module.name}"
+        for folder in folders
+        for module in pkgutil.iter_modules(folder.__path__)
+        if not module.ispkg
+    }
+
+
+def _declared_in(module: str) -> type | None:
+    """Return the class of the module with a declaration of its own; None in modules of other use."""
+    members = vars(importlib.import_module(module)).values()
+    own = (one for one in members if isinstance(one, type) and one.__module__ == module and "declaration" in vars(one))
+    return next(own, None)
+
+
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    by_name: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=GROUP):
+        by_name.setdefault(entry.name, []).append(entry)
+    return by_name

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.episode.environment import Environment, RunsItself
 from lockstep.rollout.errors import ConfigError, DataError
 
 
 class Mixed:
     """Environments by name. It runs no episodes itself: `environment_of` returns the environment of a row."""
+
+    declaration = Declaration(has_parts=True)
 
     def __init__(
         self,

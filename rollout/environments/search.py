@@ -24,6 +24,7 @@ import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, SearchError
@@ -50,6 +51,7 @@ class _Unavailable(Exception):
 class SearchEnvironment:
     """Searches until the model answers; the episode limits the number of turns."""
 
+    declaration = Declaration(reads="prompt", opens="a search server", is_deterministic=False)
     tools: Tools = ()
 
     def __init__(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.prompt import PromptReader, without_nulls
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, DataError
@@ -21,6 +22,8 @@ JSON_TYPES = {
 
 class SingleTurn:
     """Ends after the first assistant turn. The row's tools are shown to the model and never run."""
+
+    declaration = Declaration(reads="prompt", max_turns=1)
 
     def __init__(
         self,

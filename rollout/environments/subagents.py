@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.toolbox import Toolbox, ToolFunction, count_results
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.episode.environment import OpenConversation, Step
@@ -26,6 +27,8 @@ class SubAgents(ToolEnvironment):
     The failure of a sub-agent (too many turns, no calls or no context left, too slow) is a tool error in the
     conversation that delegated, and counted.
     """
+
+    declaration = Declaration(reads="prompt")
 
     def __init__(
         self,

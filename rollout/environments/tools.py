@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.environments.toolbox import Toolbox, ToolFunction, count_results
 from lockstep.rollout.episode.environment import Step
@@ -14,6 +15,8 @@ from lockstep.rollout.records import Message
 
 class ToolEnvironment:
     """Runs tools until the model answers without a tool call; the episode limits the number of turns."""
+
+    declaration = Declaration(reads="prompt")
 
     def __init__(
         self,

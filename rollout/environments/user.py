@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import DataError
@@ -19,6 +20,7 @@ User = Callable[[Sequence[Message]], Reply | Awaitable[Reply]]
 class SimulatedUser:
     """Answers every assistant turn with a user turn, until the script or the function ends."""
 
+    declaration = Declaration(reads="prompt")
     tools: Tools = ()
 
     def __init__(

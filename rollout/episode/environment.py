@@ -2,7 +2,7 @@
 
 An environment lives for one episode and handles messages only. It is an `Environment`, or `RunsItself` if it asks the
 model on its own; `ReadsRows`, `HostsConversations`, `Concludes`, `ChecksSystem` and `Closes` are optional.
-`rollout/environments/__init__.py` lists them by name.
+`rollout/environments/__init__.py` finds them by name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Environment(Protocol):
 
 
 class RunsItself:
-    """A user's function that runs whole episodes; `rollout/sampler/sampler.py` has a driver for each subclass."""
+    """A user's function that runs whole episodes, played by the driver that its class declares."""
 
     def __init__(
         self,

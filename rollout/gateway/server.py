@@ -25,7 +25,7 @@ import resource
 import secrets
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,7 @@ from lockstep.rollout.gateway.dialects import DIALECTS
 from lockstep.rollout.gateway.dialects.anthropic_messages import MESSAGES
 from lockstep.rollout.gateway.dialects.dialect import Dialect, Reply
 from lockstep.rollout.gateway.errors import ApiError, not_supported, quoted, unknown_field
+from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.gateway.messages import read_last_ids, read_tools
 from lockstep.rollout.gateway.prompt_maker import PromptMaker
 from lockstep.rollout.gateway.request import Offer, SampleRequest, read_json
@@ -63,27 +64,6 @@ BRACKETS, BRACKETS_PER_TOKEN = 100_000, 4
 """Opening brackets in the body of a request, those in its text included, and further ones per token of the context."""
 _SESSION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _TOKENIZE_FIELDS = {"model", "messages", "tools", "prompt", "add_special_tokens", "add_generation_prompt"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings:
-    """Address, key and limits of a gateway."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    """0: any free port."""
-    api_key: str | None = None
-    """None: a random key."""
-    model_name: str = "policy"
-    """Name in `/v1/models`, and the model that requests with the gateway's key must ask for."""
-    adapters: tuple[str, ...] = ()
-    """Further models that they may ask for: adapters of the engine (`Sampling.model`)."""
-    max_request_mib: float = 64.0
-    """A conversation that is sent back with its ids and logprobs takes about 30 bytes per sampled token."""
-
-    def __post_init__(self) -> None:
-        if self.api_key is not None and len(self.api_key) < 8:
-            raise ConfigError("gateway.api_key has fewer than 8 characters; set gateway.api_key=null for a random key")
 
 
 class Gateway:

@@ -7,31 +7,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
-from lockstep.rollout.environments.adapters.trl_rollout import TRLRollout
-from lockstep.rollout.environments.agent import AgentEnvironment
-from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed, environment_of
+from lockstep.rollout.environments.declaration import Driver, RunEpisode, Table, declaration_of
+from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of, parts_of
 from lockstep.rollout.episode.conversation import request_seed
-from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, failure_of, run_episode
+from lockstep.rollout.episode.environment import Environment, RunsItself
+from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, failure_of
 from lockstep.rollout.errors import ConfigError, RequestError
-from lockstep.rollout.gateway.server import Gateway, GatewaySettings
+from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
-from lockstep.rollout.sampler.agent_episodes import run_agent_episode
-from lockstep.rollout.sampler.trl_episodes import copy_tokenizer, run_trl_episode
 
 REISSUES = 2
 """Number of times that an episode is restarted after one of its requests failed in a live engine."""
 
 OnRollout = Callable[[Rollout], None]
-RunEpisode = Callable[..., Awaitable[Rollout]]
-"""`run_episode`, `run_agent_episode` or `run_trl_episode`, with the arguments shared by all episodes filled in."""
 
 
 class Sampler:
@@ -144,32 +139,23 @@ class Sampler:
 
     @asynccontextmanager
     async def open(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
-        """Open the resources that episodes share, such as the gateway of agents; yields `run` for `collect`."""
-        environment = self._make_environment()
-        drivers: dict[type, RunEpisode] = {}
-        gateway = None
+        """Open what episodes share, such as the gateway of agents; yields `run` for `collect`."""
+        table = Table(
+            engine=self._engine,
+            chat=self._chat,
+            sampling=sampling,
+            gateway=self._gateway,
+            call_timeout_s=self._call_timeout_s,
+        )
+        played_by: dict[Driver, list[Environment | RunsItself]] = {}
+        for part in parts_of(self._make_environment()):
+            played_by.setdefault(declaration_of(part).driver, []).append(part)
         async with AsyncExitStack() as stack:
-            for part in environment.parts.values() if isinstance(environment, Mixed) else (environment,):
-                if isinstance(part, TRLRollout):
-                    drivers[type(part)] = partial(
-                        run_trl_episode,
-                        engine=self._engine,
-                        chat=self._chat,
-                        tokenizer=await copy_tokenizer(self._chat),
-                        slots=asyncio.Semaphore(part.max_concurrent),
-                    )
-                elif isinstance(part, AgentEnvironment):
-                    gateway = gateway or await stack.enter_async_context(
-                        Gateway(engine=self._engine, chat=self._chat, offered=[sampling], settings=self._gateway)
-                    )
-                    drivers[type(part)] = partial(
-                        run_agent_episode, gateway=gateway, slots=asyncio.Semaphore(part.max_concurrent)
-                    )
-            turns = partial(run_episode, engine=self._engine, chat=self._chat, call_timeout_s=self._call_timeout_s)
+            runs = {driver: await stack.enter_async_context(driver(table, own)) for driver, own in played_by.items()}
 
             async def run(*, environment: AnyEnvironment, example: Mapping[str, Any], **episode: Any) -> Rollout:
                 chosen = environment_of(environment, example)
-                return await drivers.get(type(chosen), turns)(environment=chosen, example=example, **episode)
+                return await runs[declaration_of(chosen).driver](environment=chosen, example=example, **episode)
 
             yield run
 

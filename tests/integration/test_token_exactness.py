@@ -27,7 +27,7 @@ from lockstep.demo.manifest import DemoInfo
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.environments.calculator import CalculatorEnvironment, calculator
+from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment, calculator
 from lockstep.rollout.environments.toolbox import Toolbox
 from lockstep.rollout.environments.user import SimulatedUser
 from lockstep.rollout.episode.environment import Environment, OpenConversation, Step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lockstep.rollout.environments import declared_parts
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.schema import Config
@@ -148,9 +149,8 @@ def asynchrony_problems(config: Config) -> Iterator[str]:
             f"sync.pause=abort aborts the requests in flight of rollout.max_staleness={staleness} at every update; set "
             "sync.pause=keep"
         )
-    environment = config.environment
-    agents = environment.name == "agent" or "agent" in environment.settings.get("environments", {})
-    if agents and config.gateway.port and config.eval.every:
+    parts = declared_parts(config.environment.name, config.environment.settings)
+    if config.gateway.port and config.eval.every and any(declared.uses_gateway for _, _, declared in parts):
         yield (
             f"gateway.port={config.gateway.port} is in use by rollouts in flight when an evaluation begins; "
             "set gateway.port=0 for any free port, or eval.every=0"

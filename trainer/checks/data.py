@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.rewards.functions.reasoning_gym import COLUMN, PREFIX
+from lockstep.rollout.environments import declaration, declared_parts
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
@@ -24,20 +25,19 @@ from lockstep.trainer.data.split import seeds
 NAME = re.compile(r"[\w-]+")
 """Name of a data set, a part of metric names."""
 LM_EVAL = "lm-eval>=0.4.13,<0.5"
-WITHOUT_PROMPTS = ("agent", "verifiers", "trl_rollout", "textarena", "openenv")
-"""Environments that write their own prompts."""
 
 
 def data_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per problem of the names, entries and columns of data sets."""
     data, environment = config.data, config.environment
+    declared = declaration(environment.name)
     for setting, sets in (("data.sources", data.sources), ("eval.sets", config.eval.sets)):
         for name, data_set in sets.items():
             if not NAME.fullmatch(name):
                 yield f"{setting}: the name {name!r} must consist of letters, digits, _ and -"
             if not data_set.path:
                 yield f"{setting}.{name} has no path; set {setting}.{name}.path=<file or hub id>"
-            if data_set.environment is not None and environment.name != "mixed":
+            if data_set.environment is not None and not declared.has_parts:
                 yield (
                     f"{setting}.{name}.environment={data_set.environment} is for environment.name=mixed, found "
                     f"{environment.name}; set environment.name=mixed, or {setting}.{name}.environment=null"
@@ -57,7 +57,9 @@ def data_problems(config: Config) -> Iterator[str]:
                     f"data.system_prompt and environment.settings.{name} are both set, expected one of them; set "
                     f"environment.settings.{name}=null (data.columns={{prompt: <column>}} names the prompt)"
                 )
-    if data.max_prompt_tokens is not None and environment.name in WITHOUT_PROMPTS:
+    parts = [part for _, _, part in declared_parts(environment.name, environment.settings) if not part.has_parts]
+    has_own = ":" in environment.name  # only its file says what it reads
+    if data.max_prompt_tokens is not None and not has_own and not any(part.has_prompt for part in parts):
         yield (
             f"data.max_prompt_tokens={data.max_prompt_tokens} cannot be checked: environment.name={environment.name} "
             "writes its own prompts; set data.max_prompt_tokens=null"

@@ -17,8 +17,9 @@ from lockstep.rewards.outcomes import ERRORS
 from lockstep.rewards.resolve import MODEL, check_built_in, compares_groups
 from lockstep.rewards.signatures import refuse_foreign
 from lockstep.rollout.chat.template_files import template_text
-from lockstep.rollout.environments import ENVIRONMENTS, make_environment
+from lockstep.rollout.environments import environment_class, environment_names, make_environment
 from lockstep.rollout.environments.mixed import parts_of
+from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.episode.environment import ChecksSystem
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.sandbox.sandbox import isolation_problem
@@ -261,21 +262,23 @@ def sandbox_problems(config: Config) -> Iterator[str]:
 def environment_problems(config: Config) -> Iterator[str]:
     """Yield the problem of the environment's name or settings."""
     name = config.environment.name
-    if ":" not in name and name not in ENVIRONMENTS:
-        yield (
-            f"environment.name={name} is not one of {', '.join(ENVIRONMENTS)}{closest(name, list(ENVIRONMENTS))}; set "
-            "environment.name=single_turn, or environment.name=path/to/file.py:ClassName"
-        )
-        return
-    if name == "tools" and not config.environment.settings.get("files"):
-        yield (
-            "environment=tools has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
-            "environment=single_turn"
-        )
     try:
-        make_environment(name, **config.environment.settings)
+        if ":" not in name and environment_class(name) is None:
+            names = environment_names()
+            yield (
+                f"environment.name={name} is not one of {', '.join(names)}{closest(name, names)}; set "
+                "environment.name=single_turn, or environment.name=path/to/file.py:ClassName"
+            )
+            return
+        environment = make_environment(name, **config.environment.settings)
     except ConfigError as error:
         yield str(error)
+        return
+    if type(environment) is ToolEnvironment and not environment.tools:
+        yield (
+            f"environment={name} has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
+            "environment=single_turn"
+        )
 
 
 def lacks_model(path: str) -> bool:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import os.path
 from pathlib import Path
 
+from lockstep.rollout.environments import declaration
+
 DATA = {"data/demo": "make_demo_model.py", "data/real": "make_real_model.py"}
 """Scripts by the folder of their data, which has one folder per task."""
 DEMO = "data/demo"
-"""Folder of the data that these environments, and this reward, are for."""
-DEMO_ENVIRONMENTS = ("calculator", "slow_calculator", "chain", "reverse")
+"""Folder of the data that environments of the demo, and this reward, are for."""
 DEMO_REWARD = "demo_answer"
 FILES = ("train.jsonl", "heldout.jsonl")
 """Files that each of these scripts writes for a task."""
 DEMONSTRATIONS = ("demonstrations.jsonl", "demonstrations_heldout.jsonl")
 """Files that make_demonstrations.py adds for a task of the demo."""
-MODELS = {
-    **{task: f"make_demo_model.py --task {task}" for task in ("calculator", "chain", "reverse")},
-    "smollm2-135m-instruct": "make_real_model.py",
-}
-"""Commands by the name of a model's directory."""
+REAL_MODEL = "smollm2-135m-instruct"
+"""Directory of the model of `make_real_model.py`."""
 
 
 def model_command(path: str) -> str | None:
-    """Return the command that makes the model of a path, or None."""
-    command = MODELS.get(Path(path).name)
-    return command and f"python scripts/{command}"
+    """Return the command that makes the model of a path, which is named after its task, or None."""
+    name = Path(path).name
+    if name == REAL_MODEL:
+        return "python scripts/make_real_model.py"
+    return f"python scripts/make_demo_model.py --task {name}" if declaration(name).demo_task == name else None
 
 
 def data_command(path: str) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lockstep.rollout.environments import declaration
 from lockstep.trainer.config.conditions import PROFILE, RESUMED, STEP_LIMIT
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -26,7 +27,7 @@ from lockstep.trainer.config.groups.outputs_settings import (
     ServerConfig,
 )
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
-from lockstep.trainer.config.groups.task_settings import SINGLE_TURN, EnvironmentConfig, RewardConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.objective.own.lookup import advantage_named
 from lockstep.trainer.setting import setting
@@ -207,7 +208,7 @@ class Config:
     @property
     def max_turns(self) -> int:
         """environment.max_turns with null resolved."""
-        return self.environment.max_turns or (1 if self.environment.name in SINGLE_TURN else 3)
+        return self.environment.max_turns or declaration(self.environment.name).max_turns
 
     @property
     def horizon(self) -> int:

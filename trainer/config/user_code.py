@@ -7,19 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from lockstep.rollout.environments import declared_parts
 from lockstep.rollout.sandbox.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
 from lockstep.rollout.system.user_functions import file_sha256
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import names_function
 
-OPEN = ("mcp", "openenv", "sandbox", "textarena", "verifiers")
-"""Environments whose settings name programs to start, packages to import, or servers to ask, or lower the walls around
-the model's programs."""
-
 
 def code_of_files(config: Config) -> list[str]:
     """Return the `path/to/file.py:name` of reward functions, environments, tools, agents, losses and advantages."""
-    environments = [name for name, _ in _environments(config.environment.name, config.environment.settings)]
+    environments = [name for name, *_ in declared_parts(config.environment.name, config.environment.settings)]
     named = [*config.reward.functions, *environments, *_texts(config.environment.settings)]
     return list(dict.fromkeys([*filter(names_function, named), *code_of_objective(config)]))
 
@@ -47,9 +44,10 @@ def outside_of(config: Config) -> list[str]:
     texts = dict(_named_texts("", asdict(config)))
     found = [text for text in texts.values() if names_function(text) or "://" in text]
     found += [f"the environment variable {text}" for name, text in texts.items() if name.endswith("_env")]
-    for name, settings in _environments(config.environment.name, config.environment.settings):
-        if name in OPEN:  # whole: a key of another name may start a program in the next version of a package
-            found.append(f"what environment {name} starts with the settings {json.dumps(settings, default=str)}")
+    for name, settings, declared in declared_parts(config.environment.name, config.environment.settings):
+        if declared.opens:  # whole: a key of another name may start a program in the next version of a package
+            shown = json.dumps(settings, default=str)
+            found.append(f"{declared.opens}, of environment {name} with the settings {shown}")
     return list(dict.fromkeys([*code_of_files(config), *found]))
 
 
@@ -61,18 +59,9 @@ def runs_unisolated(config: Config) -> bool:
 
 def unisolated_settings(config: Config) -> list[str]:
     """Return the settings by which programs of the model run without isolation."""
-    environments = _environments(config.environment.name, config.environment.settings)
-    unsafe = any(name == "sandbox" and settings.get("unsafe") is True for name, settings in environments)
+    parts = declared_parts(config.environment.name, config.environment.settings)
+    unsafe = any(declared.runs_programs and settings.get("unsafe") is True for _, settings, declared in parts)
     return [REWARD_SETTING] * runs_unisolated(config) + [ENVIRONMENT_SETTING] * unsafe
-
-
-def _environments(name: str, settings: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and settings of an environment; of `mixed` its own name and those of its parts."""
-    yield name, settings
-    parts = settings.get("environments") if name == "mixed" and isinstance(settings, Mapping) else None
-    for part, own in parts.items() if isinstance(parts, Mapping) else ():
-        shared = {key: value for key, value in settings.items() if key != "environments"}
-        yield from _environments(str(part), {**shared, **own} if isinstance(own, Mapping) else own)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.rollout.environments.adapters.verifiers import evaluation_rows
+from lockstep.rollout.environments import declaration
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import DataRow
@@ -123,18 +123,19 @@ def heldout_data(config: Config, *, say: Callable[[str], None] = silent) -> dict
     The path `environment` stands for the evaluation data of an environment that brings its own. Raises `DataError`.
     """
     check = RowCheck(config)
-    sets = {
-        name: DataSet(evaluation_rows(**config.environment.settings), settings, name=name or None)
-        if brings_data(config, settings.path)
-        else load_data_set(settings, name=name or None, say=say)
-        for name, settings in config.heldout_sets().items()
-    }
+    sets = {}
+    for name, settings in config.heldout_sets().items():
+        own_rows = rows_of_environment(config, settings.path)
+        if own_rows is not None:
+            sets[name] = DataSet(own_rows(**config.environment.settings), settings, name=name or None)
+        else:
+            sets[name] = load_data_set(settings, name=name or None, say=say)
     return {name: data.checked(check, say=say) for name, data in sets.items()}
 
 
-def brings_data(config: Config, path: str) -> bool:
-    """Return True if this path stands for data of the environment, not for a file or a data set of the hub."""
-    return path == OF_ENVIRONMENT and config.environment.name == "verifiers"
+def rows_of_environment(config: Config, path: str) -> Callable[..., Any] | None:
+    """Return what gives the rows of a path that stands for data of the environment; None for any other path."""
+    return declaration(config.environment.name).evaluation_rows if path == OF_ENVIRONMENT else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

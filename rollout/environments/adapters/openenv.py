@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.environments.tool_servers.foreign_schemas import read_tools
 from lockstep.rollout.episode.environment import Step
@@ -48,6 +49,8 @@ class _Refused(Exception):
 
 class OpenEnvironment:
     """One session of a server, from `reset` to `close`."""
+
+    declaration = Declaration(reads="seed", opens="an environment server", is_deterministic=False)
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.hosts.process import Host, host, interpreter
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, DataError, EnvironmentFault
@@ -36,6 +37,7 @@ CLOSE_TIMEOUT_S = 5.0
 class TextArenaEnvironment:
     """One game; its state lives in the host until `close`."""
 
+    declaration = Declaration(reads="seed", opens="an interpreter with a package of games")
     tools: Tools = ()
 
     def __init__(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.toolbox import Toolbox
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.errors import ConfigError, DataError, EnvironmentFault
@@ -34,6 +35,8 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 class TRLEnvironment(ToolEnvironment):
     """Plays an instance of a user's class: its methods are the tools, its state is that of the episode."""
+
+    declaration = Declaration(reads="prompt")
 
     def __init__(
         self,

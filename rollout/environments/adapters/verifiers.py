@@ -23,6 +23,7 @@ import json
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.rollout.environments.adapters.verifiers_tasks import MARGIN_S, VerifiersTasks, position
@@ -37,8 +38,30 @@ from lockstep.rollout.system.background_loop import shared_loop
 INPUT_COLUMNS = ("answer", "info", "task", "example_id")
 
 
+def evaluation_rows(env_id: str | None = None, *, args: Mapping[str, Any] | None = None, **limits: Any) -> Any:
+    """Return the evaluation data set of an environment, a `datasets.Dataset`; without one, the package gives its
+    training data. Takes the settings of `VerifiersEnvironment`, and raises as it does; `DataError` without any data."""
+    environment = VerifiersEnvironment(env_id, args=args, **limits)._environment
+    if environment is None:
+        raise DataError(
+            f"the verifiers environment {env_id!r} has no evaluation data of its own, as none of verifiers 0.4; name "
+            'held-out tasks in a file of rows {"idx": 900}, and set data.heldout_path to it'
+        )
+    try:
+        rows = environment.get_eval_dataset()
+    except Exception as error:  # a user's module may raise anything
+        raise DataError(f"the verifiers environment {env_id!r} gives no evaluation data: {error}") from error
+    if len(rows) == 0:
+        raise DataError(f"the verifiers environment {env_id!r} has an empty evaluation data set")
+    return rows
+
+
 class VerifiersEnvironment(AgentEnvironment):
     """Agent whose episode is a rollout of a verifiers environment."""
+
+    declaration = replace(
+        AgentEnvironment.declaration, opens="an interpreter or a package", evaluation_rows=evaluation_rows
+    )
 
     def __init__(
         self,
@@ -78,24 +101,6 @@ class VerifiersEnvironment(AgentEnvironment):
         """Run one rollout as an agent: block this thread while the package works in its own loop."""
         # The package's environments keep locks and clients between rollouts.
         return shared_loop().run(_rollout(self._environment, base_url, api_key, example), timeout=self.timeout_s)
-
-
-def evaluation_rows(env_id: str | None = None, *, args: Mapping[str, Any] | None = None, **limits: Any) -> Any:
-    """Return the evaluation data set of an environment, a `datasets.Dataset`; without one, the package gives its
-    training data. Takes the settings of `VerifiersEnvironment`, and raises as it does; `DataError` without any data."""
-    environment = VerifiersEnvironment(env_id, args=args, **limits)._environment
-    if environment is None:
-        raise DataError(
-            f"the verifiers environment {env_id!r} has no evaluation data of its own, as none of verifiers 0.4; name "
-            'held-out tasks in a file of rows {"idx": 900}, and set data.heldout_path to it'
-        )
-    try:
-        rows = environment.get_eval_dataset()
-    except Exception as error:  # a user's module may raise anything
-        raise DataError(f"the verifiers environment {env_id!r} gives no evaluation data: {error}") from error
-    if len(rows) == 0:
-        raise DataError(f"the verifiers environment {env_id!r} has an empty evaluation data set")
-    return rows
 
 
 def is_of_tasks() -> bool:

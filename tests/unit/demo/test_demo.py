@@ -22,7 +22,7 @@ from lockstep.demo.tasks import TASKS, answer_text, draw_unique
 from lockstep.demo.tokenizer import MARKUP_TOKENS, PAD, TURN_END, VOCAB_SIZE, train_tokenizer, untrained
 from lockstep.demo.warm_start import imitation_loss, new_model
 from lockstep.rollout.chat.chat import Chat
-from lockstep.rollout.environments.calculator import evaluate
+from lockstep.rollout.environments.demo.calculator import evaluate
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import EngineCall, FinishReason
 from lockstep.trainer.data.split import is_heldout

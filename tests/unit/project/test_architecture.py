@@ -33,6 +33,7 @@ REPEATED = {
     "inputs.py": "losses/ has those of a loss, advantages/ those of an advantage",
     "messages.py": "chat/ prepares them for templates, gateway/ validates those of a request",
     "pool.py": "workers/ has processes, engine/ has engines",
+    "sandbox.py": "sandbox/ has the walls, environments/ the tools behind them",
     "scorer.py": "score/ scores a step, diagnosis/ both sides of a comparison",
     "source.py": "weights/ has the sender of weights, collect/ that of rollouts",
     "step.py": "trainer/ has the training step, diagnosis/ the diagnosis of one",

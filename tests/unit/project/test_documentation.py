@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.rewards.composition import make_reward_set
-from lockstep.rollout.environments import ENVIRONMENTS, make_environment
+from lockstep.rollout.environments import environment_names, make_environment
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import Rollout, RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
@@ -87,7 +87,7 @@ def test_every_environment_is_on_the_page():
     named = set(
         re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", (DOCS / "environments.md").read_text(), re.M)))
     )
-    assert named == set(ENVIRONMENTS)
+    assert named == set(environment_names())
 
 
 @pytest.mark.parametrize("block", blocks("tokens.md", "python"))

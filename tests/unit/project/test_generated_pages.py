@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import generated, list_licenses, list_memory, list_models, list_settings, map_code
+from scripts import generated, list_environments, list_licenses, list_memory, list_models, list_settings, map_code
 from scripts.recipes import page
 from tests.fixtures.paths import ROOT
 
-PAGES = map_code.PAGES | list_settings.PAGES | list_licenses.PAGES | list_models.PAGES | list_memory.PAGES | page.PAGES
+PAGES = (
+    list_environments.PAGES
+    | map_code.PAGES
+    | list_settings.PAGES
+    | list_licenses.PAGES
+    | list_models.PAGES
+    | list_memory.PAGES
+    | page.PAGES
+)
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from lockstep.rollout.environments import make_environment
-from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.demo.calculator import calculator
 from lockstep.rollout.environments.single_turn import SingleTurn
 from lockstep.rollout.environments.subagents import SubAgents
 from lockstep.rollout.environments.tools import ToolEnvironment

@@ -9,16 +9,13 @@ from lockstep.rewards.functions.built_in import ISOLATED
 from lockstep.trainer.config.conditions import WORKERS
 from lockstep.trainer.setting import setting
 
-SINGLE_TURN = ("single_turn", "reverse")
-"""Environments whose episodes end after one answer."""
-
 
 @dataclass
 class EnvironmentConfig:
-    name: str = setting("single_turn", "key of rollout.environments.ENVIRONMENTS, or path/to/file.py:ClassName")
+    name: str = setting("single_turn", "name of an environment, or path/to/file.py:ClassName")
     settings: dict[str, Any] = setting({}, "keyword arguments of the environment")
     max_turns: int | None = setting(
-        None, "maximum number of assistant turns per episode; null: 1 of single_turn, 3 of others", low=1
+        None, "maximum number of assistant turns per episode; null: what the environment declares", low=1
     )
     call_timeout_s: float = setting(
         600.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.rollout.environments import ENVIRONMENTS, make_environment
+from lockstep.rollout.environments import environment_names, make_environment
 from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.errors import ConfigError
@@ -21,7 +21,7 @@ NEEDED = {
 
 
 def test_every_environment_can_be_made_by_its_name():
-    for name in ENVIRONMENTS:
+    for name in environment_names():
         if name in ("verifiers", "textarena"):  # may not be installed
             continue
         environment = environment_of(make_environment(name, **NEEDED.get(name, {})), {"environment": "calculator"})

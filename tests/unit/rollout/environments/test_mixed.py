@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.rollout.environments import make_environment
-from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment
 from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.environments.single_turn import SingleTurn
 from lockstep.rollout.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments import make_environment
-from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.demo.calculator import calculator
 from lockstep.rollout.environments.subagents import SubAgents
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.episode.token_metrics import count_tokens

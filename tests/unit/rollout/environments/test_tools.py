@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.demo.calculator import calculator
 from lockstep.rollout.environments.tools import ToolEnvironment
 from tests.fixtures.turns import use
 

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment
 from lockstep.rollout.episode.demonstration import demonstrated_calls
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.episode.episode import run_episode

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.rollout.chat.chat import Chat
-from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment
 from lockstep.rollout.episode.environment import OpenConversation, Step
 from lockstep.rollout.episode.episode import run_episode
 from lockstep.rollout.episode.rows import rows_from_calls

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import EngineError, EvidenceError
-from lockstep.rollout.gateway.server import GatewaySettings
+from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.records import FinishReason
 from lockstep.rollout.saved_rollouts import from_json
 from tests.fixtures.gateway import Running, running, says

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.rollout.environments import make_environment
-from lockstep.rollout.environments.sandboxed_tools import SandboxEnvironment
+from lockstep.rollout.environments.sandbox import SandboxEnvironment
 from lockstep.rollout.errors import SandboxError
 from lockstep.rollout.records import RolloutStatus
 from lockstep.rollout.sandbox.containers import container_enclosure, container_problem, docker_run
@@ -22,7 +22,7 @@ from tests.fixtures.docker import commands, install
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import play
 from tests.fixtures.policies import tool_call as written_call
-from tests.unit.rollout.environments.test_sandboxed_tools import results, script
+from tests.unit.rollout.environments.test_sandbox import results, script
 from tests.unit.rollout.sandbox.test_program_session import launchers, mark
 from tests.unit.rollout.sandbox.test_sandbox import named, processes, wait_until
 

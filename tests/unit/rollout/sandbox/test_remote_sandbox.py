@@ -27,7 +27,7 @@ from lockstep.rollout.sandbox.sandbox import local_enclosure
 from lockstep.rollout.sandbox.sandbox_service import SandboxService
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import play, tool_call
-from tests.unit.rollout.environments.test_sandboxed_tools import results, script
+from tests.unit.rollout.environments.test_sandbox import results, script
 from tests.unit.rollout.sandbox.test_program_session import children, launchers, mark
 from tests.unit.rollout.sandbox.test_sandbox import contained, named, processes, wait_until
 

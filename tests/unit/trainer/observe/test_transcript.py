@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.rollout.environments.calculator import calculator
+from lockstep.rollout.environments.demo.calculator import calculator
 from lockstep.rollout.environments.subagents import SubAgents
 from lockstep.trainer.observe.transcript import parts
 from lockstep.trainer.tools.environment_kit.episode_checks import _said

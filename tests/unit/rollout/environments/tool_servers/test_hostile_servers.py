@@ -17,8 +17,8 @@ import psutil
 import pytest
 from aiohttp import web
 
+from lockstep.rollout.environments.adapters.mcp import McpEnvironment
 from lockstep.rollout.environments.tool_servers import foreign_schemas
-from lockstep.rollout.environments.tool_servers.mcp import McpEnvironment
 from lockstep.rollout.environments.tool_servers.tool_server import close_servers
 from lockstep.rollout.errors import ConfigError
 from tests.fixtures.hostile_mcp_server import reply_to

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, EnvironmentFault, SandboxError
@@ -31,6 +32,8 @@ _places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphor
 
 class SandboxEnvironment(ToolEnvironment):
     """`ToolEnvironment` with the tools `python` and `shell`."""
+
+    declaration = Declaration(reads="prompt", opens="a sandbox", runs_programs=True, is_deterministic=False)
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Message
@@ -15,6 +16,8 @@ from lockstep.rollout.records import Message
 
 class ChainEnvironment(ToolEnvironment):
     """`ToolEnvironment` with `lookup` in the row's column `links`, a list of {"key", "value"}."""
+
+    declaration = Declaration(reads="prompt", demo_task="chain")
 
     def __init__(self, **settings: Any):
         self._links: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Environment `calculator`: arithmetic with a tool, a task of the demo; `slow_calculator`: the same with delays.
+"""Environment `calculator`: arithmetic with a tool, a task of the demo.
 
 The expression comes from a model. It is parsed, never evaluated as Python: integers, + - * and parentheses only.
 Without power and division, a result has at most as many digits as the expression has characters.
@@ -7,14 +7,12 @@ Without power and division, a result has at most as many digits as the expressio
 from __future__ import annotations
 
 import ast
-import asyncio
-import functools
 import operator
-import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.tools import ToolEnvironment
 
 MAX_EXPRESSION_CHARS = 200
@@ -65,30 +63,7 @@ def _value(node: ast.expr) -> int:
 class CalculatorEnvironment(ToolEnvironment):
     """`ToolEnvironment` with the calculator as its tool."""
 
+    declaration = Declaration(reads="prompt", demo_task="calculator")
+
     def __init__(self, **settings: Any):
         super().__init__([calculator], **settings)
-
-
-class SlowCalculatorEnvironment(ToolEnvironment):
-    """`CalculatorEnvironment` with a uniform delay of up to `max_delay_s` seconds per call (docs/asynchrony.md)."""
-
-    def __init__(self, *, max_delay_s: float = 2.0, delay_seed: int = 0, **settings: Any):
-        """delay_seed: the n-th call of the process has the same delay in every run; which call is n-th may differ."""
-        self._max_delay_s = max_delay_s
-        self._delays = _delays(delay_seed)
-        super().__init__([self.calculator], **settings)
-
-    async def calculator(self, expression: str) -> int:
-        """Evaluate an integer expression with + - * and parentheses.
-
-        Args:
-            expression: for example 64*22-55
-        """
-        await asyncio.sleep(self._delays.uniform(0, self._max_delay_s))
-        return evaluate(expression)
-
-
-@functools.cache
-def _delays(seed: int) -> random.Random:
-    """Return a generator shared by all episodes: with one each, all first calls would have the same delay."""
-    return random.Random(seed)

@@ -10,11 +10,11 @@ import pytest
 
 from lockstep.rewards.composition import make_reward_set
 from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.adapters.trl_rollout import Trainer, check_against_record
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import ConfigError, ContextFullError, EngineError, EvidenceError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
-from lockstep.rollout.sampler.trl_episodes import Trainer, check_against_record
 from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, sampling
 
 GO = [{"role": "user", "content": "go"}]

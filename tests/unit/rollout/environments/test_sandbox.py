@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.rollout.environments import make_environment
-from lockstep.rollout.environments.sandboxed_tools import SandboxEnvironment, result_text
+from lockstep.rollout.environments.sandbox import SandboxEnvironment, result_text
 from lockstep.rollout.episode.environment import ChecksSystem, Closes
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import ConfigError

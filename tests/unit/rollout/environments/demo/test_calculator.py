@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.rollout.environments import make_environment
-from lockstep.rollout.environments.calculator import MAX_EXPRESSION_CHARS, evaluate
+from lockstep.rollout.environments.demo.calculator import MAX_EXPRESSION_CHARS, evaluate
 from tests.fixtures.turns import say, use
 
 

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.environments.tool_servers.foreign_schemas import refuse_wrong, schema_text
 from lockstep.rollout.environments.tool_servers.server_settings import read_servers
@@ -31,6 +32,8 @@ from lockstep.rollout.records import Message
 
 class McpEnvironment:
     """Runs tools of servers until the model answers without a call; the episode limits the number of turns."""
+
+    declaration = Declaration(reads="prompt", opens="tool servers", is_deterministic=False)
 
     def __init__(
         self,

@@ -15,11 +15,12 @@ import pytest
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.environments import ENVIRONMENTS, make_environment
+from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.agent import AgentEnvironment
+from lockstep.rollout.environments.mixed import Mixed
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import ConfigError, EngineError
-from lockstep.rollout.gateway.server import GatewaySettings
+from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine, running, says
@@ -124,7 +125,7 @@ async def test_two_kinds_of_agents_share_one_gateway_with_limits_of_their_own(mo
     class OtherAgent(AgentEnvironment):
         pass
 
-    monkeypatch.setitem(ENVIRONMENTS, "other", OtherAgent)
+    classes = {"agent": AgentEnvironment, "other": OtherAgent}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -132,7 +133,7 @@ async def test_two_kinds_of_agents_share_one_gateway_with_limits_of_their_own(mo
     sampler = Sampler(
         engine=engine_saying("fine<|im_end|>"),
         chat=CHAT,
-        make_environment=partial(make_environment, "mixed", environments=parts),
+        make_environment=lambda: Mixed(parts, make=lambda name, **own: classes[name](**own)),
         max_turns=2,
         seed=5,
         gateway=GatewaySettings(port=port),
@@ -256,7 +257,7 @@ async def test_an_agent_that_raises_fails_its_own_rollout_only():
 
     failed, fine = await collect(agent, engine_saying("fine<|im_end|>"), prompts=2)
     assert failed.status is RolloutStatus.FAILED
-    assert "test_agent_episodes.py: cannot read the answer" in (failed.error or "")
+    assert "test_agent.py: cannot read the answer" in (failed.error or "")
     assert fine.status is RolloutStatus.COMPLETED
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lockstep.rollout.episode.ending import ending
 from lockstep.rollout.records import RolloutStatus
-from lockstep.rollout.sampler.ending import ending
 
 
 def test_an_error_that_cannot_be_printed_fails_the_rollout_and_not_the_run():

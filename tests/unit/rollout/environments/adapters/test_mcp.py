@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.rollout.environments.tool_servers.mcp import McpEnvironment
+from lockstep.rollout.environments.adapters.mcp import McpEnvironment
 from lockstep.rollout.environments.tool_servers.tool_server import close_servers
 from lockstep.rollout.errors import ConfigError
 from tests.fixtures.paths import ROOT
@@ -226,7 +226,7 @@ class TestRefused:
 
 USES = f"""
 import asyncio, os, sys, time
-from lockstep.rollout.environments.tool_servers.mcp import McpEnvironment
+from lockstep.rollout.environments.adapters.mcp import McpEnvironment
 from tests.fixtures.turns import use
 
 async def main():
