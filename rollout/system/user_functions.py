@@ -18,7 +18,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import error_text
@@ -108,7 +108,7 @@ def _load_module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # dataclasses and pickle look the module up here while it loads
     try:
-        _OwnFiles.add(resolved.parent)
+        _own_files.add(resolved.parent)
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
@@ -124,31 +124,33 @@ class _OwnFiles(MetaPathFinder):
     For imports of libraries these directories are the last ones, so that they hide no package.
     """
 
-    directories: ClassVar[list[str]] = []
+    def __init__(self) -> None:
+        self.directories: list[str] = []
 
-    @classmethod
-    def add(cls, directory: Path) -> None:
+    def add(self, directory: Path) -> None:
         """Add the directory of a user's file. Lockstep's own folders are not added as the working directory."""
-        if cls not in sys.meta_path:
-            sys.meta_path.insert(sys.meta_path.index(PathFinder), cls)  # type: ignore[arg-type]
+        if self not in sys.meta_path:
+            sys.meta_path.insert(sys.meta_path.index(PathFinder), self)  # type: ignore[arg-type]
         for path in (str(directory), *((os.getcwd(),) if os.getcwd() != ROOT else ())):
-            if path not in cls.directories:
-                cls.directories.append(path)
+            if path not in self.directories:
+                self.directories.append(path)
             if path not in sys.path:
                 sys.path.append(path)
 
-    @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # type: ignore[override]
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         frame = sys._getframe(1)
         while frame is not None and str(frame.f_globals.get("__name__")).startswith(("importlib", "_frozen_importlib")):
             frame = frame.f_back
         if path is not None or frame is None or not _is_own(frame):
             return None
         file = Path(frame.f_code.co_filename)
-        near = sorted((one for one in cls.directories if file.is_relative_to(one)), key=len, reverse=True)
-        working = [one for one in cls.directories if near and one == os.getcwd()]
+        near = sorted((one for one in self.directories if file.is_relative_to(one)), key=len, reverse=True)
+        working = [one for one in self.directories if near and one == os.getcwd()]
         spec = PathFinder.find_spec(fullname, [*near, *working])
         return spec if spec is not None and spec.loader is not None else None  # a folder of data is not one
+
+
+_own_files = _OwnFiles()
 
 
 def fault(error: BaseException, path: str | Path | None = None) -> str:

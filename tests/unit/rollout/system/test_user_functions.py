@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -18,6 +19,12 @@ def test_a_user_file_imports_a_file_beside_it(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "own.py").write_text("from beside_it_7431 import helper\ndef score(rollout): return helper()\n")
     assert load_function(f"{tmp_path}/own.py:score")(None) == 3
     assert sys.path[-1] == str(tmp_path), "installed packages come first"
+
+
+def test_caches_of_imports_can_be_cleared_after_a_user_file(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def score(): return 1\n")
+    load_function(f"{tmp_path}/mine.py:score")
+    importlib.invalidate_caches()
 
 
 def test_a_user_file_imports_its_own_files_before_installed_packages_also_late(
