@@ -1,4 +1,4 @@
-"""What a run must know of an environment before an episode: `declaration`, an attribute of its class.
+"""Declaration of an environment, an attribute of its class: all that a run must know of it before an episode.
 
     class Chess:
         declaration = Declaration(reads="seed", opens="a chess program", is_deterministic=False)
@@ -28,7 +28,7 @@ RunEpisode = Callable[..., Awaitable[Rollout]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """What a driver plays episodes with."""
+    """Engine, chat and settings that a driver plays episodes with."""
 
     engine: Engine
     chat: Chat

@@ -101,7 +101,7 @@ class GymnasiumEnvironment:
         assert self._actions is not None, "reset was called"
         action = str(message.get("content") or "").strip().strip(".").lower()
         if action not in self._actions:
-            text = f"That is no action. Answer with one of: {', '.join(self._actions)}."
+            text = f"That is not an action. Answer with one of: {', '.join(self._actions)}."
             return Step(messages=({"role": "user", "content": text},), outcome={"invalid_actions": 1})
         observation, reward, ended, cut, _ = await self._call(
             functools.partial(self._game.step, self._actions.index(action))
