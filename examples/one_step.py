@@ -47,7 +47,7 @@ from lockstep.rewards.composition import make_reward_set
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.environments.calculator import CalculatorEnvironment
+from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
