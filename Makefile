@@ -11,6 +11,8 @@
 #                                    configs/experiment; of `make real`: names (the default), words, family, calculator
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
 #           TEST_WORKERS=3           processes of `make test`; 0: one, in this terminal (for a debugger)
+#           BASE=HEAD~1              of `make check`: the commit to compare with; default: where the branch left main
+#           FILES=30                 of `make check`: at most this number of files of tests
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,6 +28,8 @@ TASK ?=
 RUN_NAME := real-$(shell date +%m%d-%H%M%S)-$(shell echo $$$$)
 typed = $(patsubst $(1)=%,%,$(lastword $(filter $(1)=%,$(subst ",,$(subst ',,$(ARGS))))))
 TEST_WORKERS ?= 3
+BASE ?=
+FILES ?=
 EXPERIMENT = $(if $(filter experiment=%,$(ARGS)),,experiment=$(or $(TASK),demo))
 NEEDS = $(if $(filter-out demo chain reverse,$(TASK))$(filter experiment=%,$(ARGS)),install,model)
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
@@ -38,7 +42,7 @@ AGENTS := "langgraph<2" "langchain-openai<2" "openai-agents<0.25" "pydantic-ai-s
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install environments model train train-zero3 real reproduce test test-unit test-v2 test-slow test-cuda-wheel lint format plot report bench gpu-check docs lock sbom audit clean
+.PHONY: help install environments model train train-zero3 real reproduce check test test-unit test-v2 test-slow test-cuda-wheel lint format plot report bench gpu-check docs lock sbom audit clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -80,6 +84,9 @@ reproduce: model
 endif
 reproduce: install ## Reproduce a published result and judge it; RECIPE=<name>, without it a list; ARGS for settings
 	@$(BIN)/python -m scripts.reproduce $(RECIPE) $(ARGS)
+
+check: install ## While editing, at most 90 s: lint the changed files, run the unit tests that depend on them
+	@$(BIN)/python -m scripts.check_change $(if $(BASE),--base $(BASE)) $(if $(FILES),--files $(FILES))
 
 test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for pytest
 	@started=$$SECONDS; status=0; \

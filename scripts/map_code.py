@@ -15,7 +15,9 @@ from pathlib import Path
 
 from scripts.generated import ROOT, main
 
-PACKAGES = ("trainer", "rewards", "rollout", "demo", "scripts")
+LIBRARY = ("trainer", "rewards", "rollout")
+"""The packages whose modules have layers."""
+PACKAGES = (*LIBRARY, "demo", "scripts")
 HEADER = """# Map of the code
 
 Start with `rollout/records.py`, the records that pass between stages, and `Trainer.step` in `trainer/step.py`, one

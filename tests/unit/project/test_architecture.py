@@ -1,27 +1,22 @@
 """The layers of the library: imports point down, never in a circle, and folders stay small.
 
-Covered: `import` and `from ... import` anywhere in a module, also inside functions and under TYPE_CHECKING.
-Not covered: `importlib.import_module` with a computed name.
+`scripts/imports.py` says which imports are seen.
 """
 
 from __future__ import annotations
 
-import ast
 import graphlib
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from scripts.map_code import ROOMS
+from scripts.imports import Imports, imported_names, read_imports, read_sources
+from scripts.map_code import LIBRARY, ROOMS
 from tests.fixtures.paths import ROOT
 
-LIBRARY = ("trainer", "rewards", "rollout")
 OTHERS = ("lockstep.demo", "scripts", "benchmarks", "examples", "tests", *LIBRARY)
 """Packages that no module of the library imports: programs around it, and its own packages by their short names."""
-
-Imports = dict[str, set[str]]
-"""From the path of each module to the paths of the modules that it imports."""
 
 MAX_MODULES = 12
 REPEATED = {
@@ -44,37 +39,9 @@ REPEATED = {
 """Base names that several modules have, and how their folders tell them apart."""
 
 
-def library_modules(root: Path) -> dict[str, Path]:
-    """All modules of the library by their path below `root`; empty ones are left out."""
-    files = [file for package in LIBRARY for file in sorted((root / package).rglob("*.py")) if file.stat().st_size]
-    return {str(file.relative_to(root)): file for file in files}
-
-
-def imported_names(source: str) -> set[str]:
-    """Dotted names in all import statements; `from a import b` gives `a.b`."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"a relative import in line {node.lineno}; name the module from its package on"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def read_imports(root: Path) -> Imports:
+def library_imports(root: Path) -> Imports:
     """Imports between the modules of the library."""
-    paths = library_modules(root)
-
-    def module_of(name: str) -> str | None:
-        name = name.removeprefix("lockstep.")
-        stems = [part.replace(".", "/") for part in (name, name.rpartition(".")[0])]  # the second: of a name in it
-        return next((path for stem in stems for path in (f"{stem}.py", f"{stem}/__init__.py") if path in paths), None)
-
-    return {
-        path: {module for name in imported_names(file.read_text()) if (module := module_of(name))} - {path}
-        for path, file in paths.items()
-    }
+    return read_imports(read_sources(root, LIBRARY))
 
 
 def room_of(module: str) -> str:
@@ -122,7 +89,7 @@ def repeated_names(imports: Imports) -> set[str]:
 
 @pytest.fixture(scope="module")
 def imports() -> Imports:
-    return read_imports(ROOT)
+    return library_imports(ROOT)
 
 
 def test_every_room_has_its_place_in_the_order(imports: Imports) -> None:
@@ -149,8 +116,8 @@ def test_no_two_modules_have_the_same_name_unless_their_folders_tell_them_apart(
 def test_the_library_imports_nothing_of_the_programs_around_it() -> None:
     found = [
         f"{path} -> {name}"
-        for path, file in library_modules(ROOT).items()
-        for name in imported_names(file.read_text())
+        for path, source in read_sources(ROOT, LIBRARY).items()
+        for name in imported_names(source)
         if name.startswith(OTHERS)
     ]
     assert found == []
@@ -178,7 +145,7 @@ def library(tmp_path: Path) -> Path:
 
 
 def test_a_library_without_a_fault_passes(library: Path) -> None:
-    found = read_imports(library)
+    found = library_imports(library)
     assert found["trainer/high/a.py"] == {"trainer/low/c.py", "trainer/high/b.py"}
     assert found["trainer/low/c.py"] == {"rollout/records.py"}
     assert unknown_rooms(found, ORDER) == set()
@@ -197,24 +164,24 @@ UPWARD = [
 @pytest.mark.parametrize("source", UPWARD)
 def test_an_import_of_a_higher_room_is_found(library: Path, source: str) -> None:
     (library / "trainer/low/c.py").write_text(source)
-    assert upward_imports(read_imports(library), ORDER) == ["trainer/low/c.py -> trainer/high/b.py"]
+    assert upward_imports(library_imports(library), ORDER) == ["trainer/low/c.py -> trainer/high/b.py"]
 
 
 def test_a_circle_within_a_room_is_found(library: Path) -> None:
     (library / "trainer/high/b.py").write_text("def late():\n    from lockstep.trainer.high.a import x")
-    assert set(circle(read_imports(library))) == {"trainer/high/a.py", "trainer/high/b.py"}
+    assert set(circle(library_imports(library))) == {"trainer/high/a.py", "trainer/high/b.py"}
 
 
 @pytest.mark.parametrize("file", ["trainer/new/e.py", "trainer/new.py"])
 def test_a_room_without_a_place_is_found(library: Path, file: str) -> None:
     (library / file).parent.mkdir(exist_ok=True)
     (library / file).write_text("import json")
-    assert unknown_rooms(read_imports(library), ORDER) == {"trainer/new" if "e.py" in file else file}
+    assert unknown_rooms(library_imports(library), ORDER) == {"trainer/new" if "e.py" in file else file}
 
 
 def test_a_thirteenth_module_and_a_second_name_are_counted(library: Path) -> None:
     for number in range(12):
         (library / f"trainer/low/m{number}.py").write_text("import json")
-    assert folder_sizes(read_imports(library))["trainer/low"] == MAX_MODULES + 1
+    assert folder_sizes(library_imports(library))["trainer/low"] == MAX_MODULES + 1
     (library / "trainer/low/b.py").write_text("import json")
-    assert repeated_names(read_imports(library)) == {"b.py"}
+    assert repeated_names(library_imports(library)) == {"b.py"}
