@@ -13,6 +13,7 @@
 #           TEST_WORKERS=3           processes of `make test`; 0: one, in this terminal (for a debugger)
 #           BASE=HEAD~1              of `make check`: the commit to compare with; default: where the branch left main
 #           FILES=30                 of `make check`: at most this number of files of tests
+#           CHECK_SECONDS=80         of `make check`: no test begins later
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -30,6 +31,7 @@ typed = $(patsubst $(1)=%,%,$(lastword $(filter $(1)=%,$(subst ",,$(subst ',,$(A
 TEST_WORKERS ?= 3
 BASE ?=
 FILES ?=
+CHECK_SECONDS ?=
 EXPERIMENT = $(if $(filter experiment=%,$(ARGS)),,experiment=$(or $(TASK),demo))
 NEEDS = $(if $(filter-out demo chain reverse,$(TASK))$(filter experiment=%,$(ARGS)),install,model)
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
@@ -86,7 +88,7 @@ reproduce: install ## Reproduce a published result and judge it; RECIPE=<name>, 
 	@$(BIN)/python -m scripts.reproduce $(RECIPE) $(ARGS)
 
 check: install ## While editing, at most 90 s: lint the changed files, run the unit tests that depend on them
-	@$(BIN)/python -m scripts.check_change $(if $(BASE),--base $(BASE)) $(if $(FILES),--files $(FILES))
+	@$(BIN)/python -m scripts.check_change $(if $(BASE),--base $(BASE)) $(if $(FILES),--files $(FILES)) $(if $(CHECK_SECONDS),--seconds $(CHECK_SECONDS))
 
 test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for pytest
 	@started=$$SECONDS; status=0; \

@@ -2,7 +2,7 @@
 
     python -m scripts.check_change                  # also: make check
     python -m scripts.check_change --base HEAD~3    # what changed since then; default: since the branch left main
-    python -m scripts.check_change --files 200      # run up to this number of test files
+    python -m scripts.check_change --files 200 --seconds 600    # up to this number of test files, and to this time
 
 A test depends on a change if its module imports a changed module, itself or through others. Tests of a changed module
 by name (`test_<module>.py`) and changed tests come first, then those with the fewest imports between. A changed file
@@ -19,6 +19,7 @@ import ast
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ FOR_ALL = ("pyproject.toml", "requirements/", "lockstep/__init__.py")
 """Files on which every test depends without an import: packages, settings of pytest, and the importable name."""
 MAX_FILES = 30
 """Files of tests that two cores run within about a minute; importing torch takes the first seconds."""
+MAX_SECONDS = 80
+"""After these no test begins, nearest tests run first: some files and busy machines take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,15 +187,16 @@ def describe(changed: Iterable[str], choice: Choice, sources: Mapping[str, str])
     return "\n".join([*lines, "integration tests are left to `make test`"])
 
 
-def commands(changed: Iterable[str], choice: Choice) -> list[list[str]]:
-    """Return the command lines of the checks, quick ones first."""
+def commands(changed: Iterable[str], choice: Choice, deadline: float) -> list[list[str]]:
+    """Return the command lines of the checks, quick ones first. deadline: of `scripts/deadline.py`."""
     programs = Path(sys.executable).parent
     there = [file for file in changed if (ROOT / file).is_file()]
     typed = [
         file for file in there if file.endswith(".py") and file.startswith((*(f"{each}/" for each in LIBRARY), "demo/"))
     ]
     workers = [] if len(choice.run) < 4 else ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *workers, *choice.run]
+    until = ["-p", "scripts.deadline", "--deadline", str(deadline)]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *until, *workers, *choice.run]
     return [
         [f"{programs}/ruff", "check", "."],
         [f"{programs}/ruff", "format", "--check", "."],
@@ -207,7 +211,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check a change: its files, and the unit tests that depend on them.")
     parser.add_argument("--base", help="the commit to compare with; default: where the branch left main")
     parser.add_argument("--files", type=int, default=MAX_FILES, help="how many files of tests to run at most")
+    parser.add_argument("--seconds", type=float, default=MAX_SECONDS, help="begin no test after this time")
     arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.seconds
     if arguments.files < 0:
         parser.error(f"--files {arguments.files}: expected a number of files, 0 or more")
     try:
@@ -223,8 +229,8 @@ def main() -> int:
     choice = choose(changed, sources, arguments.files)
     print(describe(changed, choice, sources), flush=True)
     failed = []
-    for command in commands(changed, choice):
-        name = Path(command[2] if command[1] == "-m" else command[0]).name
+    for command in commands(changed, choice, deadline):
+        name = next(Path(word).name for word in command if word not in (sys.executable, "-m"))
         print(f"-- {name}", flush=True)
         if subprocess.run(command, cwd=ROOT).returncode:
             failed.append(name)

@@ -32,7 +32,7 @@ RUN = (
     r"make (train|model|report|plot|help)\b"
 )
 """Commands that are run here, as a pattern of their beginnings."""
-PLANNED = r"make (test|test-unit|lint|install|format|docs|reproduce)\b|bash \.ci/run\b"
+PLANNED = r"make (check|test|test-unit|lint|install|format|docs|reproduce)\b|bash \.ci/run\b"
 """Commands that are only planned here (`make -n`): they change the checkout, run these tests, or have their own."""
 
 SHORT = {
