@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from scripts.generated import ROOT
 from scripts.imports import Imports, module_of, read_imports, read_sources
 from scripts.map_code import LIBRARY, PACKAGES
 
-FOLDERS = (*PACKAGES, "benchmarks", "tests")
+FOLDERS = (*PACKAGES, "benchmarks", "examples", "tests")
 """Where modules are."""
 FOR_ALL = ("pyproject.toml", "requirements/", "lockstep/__init__.py")
 """Files on which every test depends without an import: packages, settings of pytest, and the importable name."""
@@ -86,9 +87,8 @@ def read_dependencies(sources: Mapping[str, str]) -> Imports:
     for path, source in sources.items():
         names = re.findall(r'"(lockstep\.[\w.]+)"', source)  # loaded by name
         needs[path] |= {module for name in names if (module := module_of(name, sources))} - {path}
-        folder = Path(path).parent
-        if re.search(r"^import_all\(__name__", source, re.MULTILINE):  # registries of trainer/objective
-            needs[path] |= {other for other in sources if Path(other).parent == folder} - {path}
+        if path.endswith("/__init__.py") and re.search(r"\bimport_all\(|\biter_modules\(", source):  # a registry
+            needs[path] |= {other for other in sources if other.startswith(f"{Path(path).parent}/")} - {path}
         if is_unit_test(path):
             needs[path] |= {conftest for each in Path(path).parents if (conftest := f"{each}/conftest.py") in sources}
     return needs
@@ -191,9 +191,8 @@ def commands(changed: Iterable[str], choice: Choice, deadline: float) -> list[li
     """Return the command lines of the checks, quick ones first. deadline: of `scripts/deadline.py`."""
     programs = Path(sys.executable).parent
     there = [file for file in changed if (ROOT / file).is_file()]
-    typed = [
-        file for file in there if file.endswith(".py") and file.startswith((*(f"{each}/" for each in LIBRARY), "demo/"))
-    ]
+    folders = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pyright"]["include"]
+    typed = [file for file in there if file.endswith(".py") and Path(file).parts[0] in folders]
     workers = [] if len(choice.run) < 4 else ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     until = ["-p", "scripts.deadline", "--deadline", str(deadline)]
     pytest = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *until, *workers, *choice.run]

@@ -25,6 +25,8 @@ SOURCES = {
     "trainer/reader.py": 'FILE = "numbers.json"',
     "trainer/losses/__init__.py": "import_all(__name__, __path__)",
     "trainer/losses/one.py": "import torch",
+    "trainer/places/__init__.py": "for module in pkgutil.iter_modules(PLACES): ...",
+    "trainer/places/own/two.py": "import torch",
     "scripts/start.py": "import sys",
     "tests/unit/conftest.py": "import tests.fixtures.shared",
     "tests/fixtures/shared.py": "import json",
@@ -34,6 +36,7 @@ SOURCES = {
     f"{UNIT}/test_by_name.py": "from lockstep.trainer.by_name import MODULE",
     f"{UNIT}/test_reader.py": "from lockstep.trainer.reader import FILE",
     f"{UNIT}/test_losses.py": "from lockstep.trainer.losses import z",
+    f"{UNIT}/test_places.py": "from lockstep.trainer.places import find",
     f"{UNIT}/test_configs.py": 'FILES = "configs/x.yaml"',
     f"{UNIT}/test_start.py": 'COMMAND = ["scripts/start.py"]',
     "tests/integration/test_run.py": "import lockstep.trainer.base",
@@ -52,6 +55,7 @@ def chosen(*changed: str, limit: int = 100) -> list[str]:
         ("trainer/top.py", ["test_top.py"]),
         ("trainer/alone.py", ["test_by_name.py"]),
         ("trainer/losses/one.py", ["test_losses.py"]),
+        ("trainer/places/own/two.py", ["test_places.py"]),
         ("trainer/numbers.json", ["test_reader.py"]),
         ("configs/other/y.yaml", ["test_configs.py"]),
         ("scripts/start.py", ["test_start.py"]),
@@ -82,7 +86,7 @@ def test_what_a_limit_leaves_out_is_counted() -> None:
     assert choice.run == (f"{UNIT}/test_base.py",)
     assert choice.left_out == (f"{UNIT}/test_middle.py", f"{UNIT}/test_top.py")
     assert describe(["trainer/base.py"], choice, SOURCES).splitlines() == [
-        "unit tests: 2 in 1 file depend on the change and run, of 4 in 8 files",
+        "unit tests: 2 in 1 file depend on the change and run, of 4 in 9 files",
         "left out: 2 in 2 files depend on it, too, over 2 imports or more; to run them: make check FILES=3",
         "integration tests are left to `make test`",
     ]
