@@ -104,6 +104,16 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def test_the_version_is_the_newest_release_of_the_changelog() -> None:
+    released = re.findall(
+        r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert project()["version"] == released[0][0]
+    versions = [[int(part) for part in version.split(".")] for version, _ in released]
+    assert versions == sorted(versions, reverse=True)
+    assert [date for _, date in released] == sorted((date for _, date in released), reverse=True)
+
+
 def test_every_exact_or_narrow_pin_has_its_reason_beside_it() -> None:
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     pins = [line for line in lines if re.match(r'\s*"[\w.-]+(?:==|>=[^"]*,<)', line)]
