@@ -85,7 +85,7 @@ def read_dependencies(sources: Mapping[str, str]) -> Imports:
     """Return the modules that each module needs: its imports, and what Lockstep and pytest load without an import."""
     needs = read_imports(sources)
     for path, source in sources.items():
-        names = re.findall(r'"(lockstep\.[\w.]+)"', source)  # loaded by name
+        names = re.findall(r'"((?:lockstep|scripts|tests)\.[\w.]+)"', source)  # loaded by name
         needs[path] |= {module for name in names if (module := module_of(name, sources))} - {path}
         if path.endswith("/__init__.py") and re.search(r"\bimport_all\(|\biter_modules\(", source):  # a registry
             needs[path] |= {other for other in sources if other.startswith(f"{Path(path).parent}/")} - {path}
@@ -233,7 +233,7 @@ def main() -> int:
         print(f"-- {name}", flush=True)
         if subprocess.run(command, cwd=ROOT).returncode:
             failed.append(name)
-    print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
+    print(f"failed: {', '.join(failed)}" if failed else "no check failed")
     return int(bool(failed))
 
 

@@ -22,6 +22,8 @@ SOURCES = {
     "trainer/top.py": "from lockstep.trainer import middle",
     "trainer/alone.py": "WORKER = 'w'",
     "trainer/by_name.py": 'MODULE = "lockstep.trainer.alone"',
+    "scripts/plugin.py": "import time",
+    f"{UNIT}/test_plugin.py": 'PLUGIN = "scripts.plugin"',
     "trainer/reader.py": 'FILE = "numbers.json"',
     "trainer/losses/__init__.py": "import_all(__name__, __path__)",
     "trainer/losses/one.py": "import torch",
@@ -54,6 +56,7 @@ def chosen(*changed: str, limit: int = 100) -> list[str]:
         ("trainer/base.py", ["test_base.py", "test_middle.py", "test_top.py"]),  # its own first, then by distance
         ("trainer/top.py", ["test_top.py"]),
         ("trainer/alone.py", ["test_by_name.py"]),
+        ("scripts/plugin.py", ["test_plugin.py"]),
         ("trainer/losses/one.py", ["test_losses.py"]),
         ("trainer/places/own/two.py", ["test_places.py"]),
         ("trainer/numbers.json", ["test_reader.py"]),
@@ -86,7 +89,7 @@ def test_what_a_limit_leaves_out_is_counted() -> None:
     assert choice.run == (f"{UNIT}/test_base.py",)
     assert choice.left_out == (f"{UNIT}/test_middle.py", f"{UNIT}/test_top.py")
     assert describe(["trainer/base.py"], choice, SOURCES).splitlines() == [
-        "unit tests: 2 in 1 file depend on the change and run, of 4 in 9 files",
+        "unit tests: 2 in 1 file depend on the change and run, of 4 in 10 files",
         "left out: 2 in 2 files depend on it, too, over 2 imports or more; to run them: make check FILES=3",
         "integration tests are left to `make test`",
     ]
