@@ -225,7 +225,10 @@ def main() -> int:
         return 0
     deleted = {file: "" for file in changed if file.endswith(".py") and not (ROOT / file).exists()}
     sources = read_sources(ROOT, FOLDERS) | deleted
-    choice = choose(changed, sources, arguments.files)
+    try:
+        choice = choose(changed, sources, arguments.files)
+    except SyntaxError:  # ruff names file and line
+        return subprocess.run([f"{Path(sys.executable).parent}/ruff", "check", "."], cwd=ROOT).returncode
     print(describe(changed, choice, sources), flush=True)
     failed = []
     for command in commands(changed, choice, deadline):
