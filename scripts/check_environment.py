@@ -23,7 +23,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from lockstep.trainer.tools.environment_kit.supervisor import DUMP_SIGNAL, supervise
+from lockstep.lab.environments.supervisor import DUMP_SIGNAL, supervise
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -87,11 +87,11 @@ def main() -> None:
 
 
 def examine_with(flags: argparse.Namespace, config) -> None:
-    from lockstep.trainer.tools.environment_kit.journal import (
+    from lockstep.lab.environments.journal import (
         Journal,
     )  # after the settings are checked: torch loads slowly
-    from lockstep.trainer.tools.environment_kit.kit import examine
-    from lockstep.trainer.tools.environment_kit.subject import Options
+    from lockstep.lab.environments.kit import examine
+    from lockstep.lab.environments.subject import Options
 
     options = Options(
         rows=flags.rows,

@@ -26,9 +26,9 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", metavar="name=value", help="settings of the function")
     arguments = parser.parse_args()
 
+    from lockstep.lab.losses.check_objective import check_objective
     from lockstep.rollout.errors import ConfigError
     from lockstep.rollout.safe_text import print_error
-    from lockstep.trainer.tools.check_objective import check_objective
 
     try:
         return 0 if check_objective(arguments.function, arguments.settings) else 1

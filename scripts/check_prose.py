@@ -28,8 +28,8 @@ EXCEPTIONS = (
     ("", "retokenisation", "the same"),
     ("scripts/check_prose.py", "", "lists the words that it refuses"),
     ("tests/unit/project/test_prose.py", "", "shows texts that are refused"),
-    ("trainer/diagnosis/cases.py", "colours", "a prompt, with which the numbers of docs/diagnosis.md were measured"),
-    ("trainer/diagnosis/cases.py", "nobody", "the same"),
+    ("lab/diagnosis/cases.py", "colours", "a prompt, with which the numbers of docs/diagnosis.md were measured"),
+    ("lab/diagnosis/cases.py", "nobody", "the same"),
 )
 """(path prefix, words, reason): in these files these words are allowed; no words: the file is not checked."""
 

@@ -17,9 +17,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from lockstep.lab.diagnosis.causes import VARIANTS, Cause, Severity
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.cli import launch
-from lockstep.trainer.diagnosis.causes import VARIANTS, Cause, Severity
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -40,7 +40,7 @@ def main() -> None:
     exit_status: list[int] = []
 
     def with_config(config) -> None:
-        from lockstep.trainer.tools.diagnose import (
+        from lockstep.lab.diagnose import (
             run,
         )  # after the settings are checked, because torch and vLLM load slowly
 
@@ -50,9 +50,9 @@ def main() -> None:
 
     rollouts = None
     if flags.rollouts is not None:
+        from lockstep.lab.diagnosis.saved import find_rollouts, run_overrides
         from lockstep.rollout.errors import ConfigError
         from lockstep.rollout.safe_text import print_error
-        from lockstep.trainer.diagnosis.saved import find_rollouts, run_overrides
 
         try:
             rollouts = find_rollouts(flags.rollouts)

@@ -191,7 +191,7 @@ def _cell(text: str) -> str:
 
 def write(results: Sequence[Result], facts: dict[str, str], directory: Path, title: str) -> None:
     """Write the results as JSON and as a page."""
-    from lockstep.trainer.observe.pages.render import render, write_page
+    from lockstep.lab.pages.render import render, write_page
 
     listed = [asdict(result) for result in results]
     (directory / "gpu_check.json").write_text(json.dumps({"machine": facts, "results": listed}, indent=1))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scripts.generated import ROOT, main
 
-LIBRARY = ("trainer", "rewards", "rollout")
+LIBRARY = ("lab", "trainer", "rewards", "rollout")
 """The packages whose modules have layers."""
 PACKAGES = (*LIBRARY, "demo", "scripts")
 HEADER = """# Map of the code
@@ -30,15 +30,22 @@ A room is a folder or a module directly inside a package. It imports only rooms 
 """
 
 ROOMS = (
+    "lab/__init__.py",
+    "lab/diagnose.py",
+    "lab/replay.py",
+    "lab/losses",
+    "lab/environments",
+    "lab/finding.py",
+    "lab/pages",
+    "lab/diagnosis",
+    "lab/reward_model",
     "trainer/__init__.py",
     "trainer/tools",
     "trainer/run",
     "trainer/sft",
     "trainer/step.py",
-    "trainer/reward_model",
     "trainer/evaluate",
     "trainer/observe",
-    "trainer/diagnosis",
     "trainer/engines",
     "trainer/cli.py",
     "trainer/words.py",

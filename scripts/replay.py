@@ -46,7 +46,7 @@ def main() -> int:
             )
         if arguments.step is None and arguments.sample:
             raise ConfigError("--sample needs a run and --step <update>; a dumped batch holds no prompts")
-        from lockstep.trainer.tools.replay import replay
+        from lockstep.lab.replay import replay
 
         is_same = replay(
             arguments.path,

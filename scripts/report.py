@@ -23,11 +23,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file to write (default: report.html in the run directory)")
     arguments = parser.parse_args()
 
+    from lockstep.lab.pages.run_report import write_report
+    from lockstep.lab.pages.saved_run import SavedRun
     from lockstep.rollout.errors import ConfigError, LockstepError
     from lockstep.rollout.safe_text import print_error
     from lockstep.rollout.system.plain_files import behind_link, own_output
-    from lockstep.trainer.observe.pages.run_report import write_report
-    from lockstep.trainer.observe.saved_run import SavedRun
 
     try:
         directory = behind_link(arguments.run)

@@ -5,16 +5,16 @@
     python scripts/train_reward_model.py model.path=... data.path=pairs.jsonl optimizer.lr=1e-5
     python scripts/train_reward_model.py --cfg job                     print the resolved config
 
-Settings: trainer/reward_model/config.py. The model is written to <run directory>/model; use it in a run with
+Settings: lab/reward_model/config.py. The model is written to <run directory>/model; use it in a run with
 `reward.functions=[model] reward.settings.model.path=<run directory>/model`.
 """
 
+from lockstep.lab.reward_model.config import RewardModelConfig, check
 from lockstep.trainer.cli import launch
-from lockstep.trainer.reward_model.config import RewardModelConfig, check
 
 
 def main(config) -> None:
-    from lockstep.trainer.reward_model.train import train  # after the settings are checked, because torch loads slowly
+    from lockstep.lab.reward_model.train import train  # after the settings are checked, because torch loads slowly
 
     train(config)
 

@@ -23,8 +23,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from lockstep.demo.preferences.language import END_OF_TEXT, JUDGES, STOP, make_tokenizer, write_text
 from lockstep.demo.preferences.queries import select_query
 from lockstep.demo.pretraining import descend, make_adam, next_token_loss, sample_from_everything
+from lockstep.lab.reward_model.sampling import sample_responses
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.reward_model.sampling import sample_responses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

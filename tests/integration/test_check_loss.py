@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.objective.examination.finding import Finding, Verdict
-from lockstep.trainer.tools import check_update
-from lockstep.trainer.tools.check_objective import check_objective
-from lockstep.trainer.tools.check_update import examine_update
+from lockstep.lab.finding import Finding, Verdict
+from lockstep.lab.losses import check_update
+from lockstep.lab.losses.check_objective import check_objective
+from lockstep.lab.losses.check_update import examine_update
 from tests.fixtures.pages import ROOT, python_files
 
-FAULTY = ROOT / "tests/unit/trainer/objective/examination/faulty_losses.py"
+FAULTY = ROOT / "tests/unit/lab/losses/faulty_losses.py"
 OF_RANK = """
 import time
 import torch.distributed as dist

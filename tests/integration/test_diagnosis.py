@@ -12,15 +12,15 @@ import pytest
 
 from lockstep.demo.tokenizer import train_tokenizer
 from lockstep.demo.warm_start import new_model
+from lockstep.lab.diagnose import open_examiner
+from lockstep.lab.diagnosis.cases import Case, sample_cases
+from lockstep.lab.diagnosis.causes import VARIANTS, Cause, Severity
+from lockstep.lab.diagnosis.diagnosis import REEXAMINED
+from lockstep.lab.diagnosis.examiner import Examiner
 from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.build import make_chat
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.diagnosis.cases import Case, sample_cases
-from lockstep.trainer.diagnosis.causes import VARIANTS, Cause, Severity
-from lockstep.trainer.diagnosis.diagnosis import REEXAMINED
-from lockstep.trainer.diagnosis.examiner import Examiner
 from lockstep.trainer.engines.start import open_engine
-from lockstep.trainer.tools.diagnose import open_examiner
 from tests.fixtures.forked_python import forked_python, forks_for_spawns
 
 ROOT = Path(__file__).resolve().parents[2]

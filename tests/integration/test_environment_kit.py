@@ -16,13 +16,13 @@ import pytest
 
 from lockstep.demo.tokenizer import train_tokenizer
 from lockstep.demo.warm_start import new_model
+from lockstep.lab.environments.journal import Journal
+from lockstep.lab.environments.kit import findings
+from lockstep.lab.environments.subject import Options
+from lockstep.lab.finding import Finding, Verdict
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.start import open_engine
-from lockstep.trainer.objective.examination.finding import Finding, Verdict
-from lockstep.trainer.tools.environment_kit.journal import Journal
-from lockstep.trainer.tools.environment_kit.kit import findings
-from lockstep.trainer.tools.environment_kit.subject import Options
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.paths import ROOT
 

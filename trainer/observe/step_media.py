@@ -1,27 +1,25 @@
-"""Media of a step for trackers: a table of rollouts, the token view of some of them, histograms."""
+"""Media of a step for trackers: a table of rollouts, histograms, and pages that other packages make of a step."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.diagnosis.examiner import diagnose_step
-from lockstep.trainer.diagnosis.token_classes import TokenTexts
 from lockstep.trainer.objective.kl import bounded
 from lockstep.trainer.objective.per_rollout import rollout_mean
-from lockstep.trainer.observe.pages.token_view import token_view
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Table
 from lockstep.trainer.observe.transcript import content_text, tool_calls
 
 BINS = 64
-VIEWED_ROLLOUTS = 16
-"""Number of rollouts in a token view: a page of some hundred kilobytes."""
+PAGES = "lockstep.media"
+"""Group of entry points, each a function of a step's report, the settings and the tokenizer that returns HTML."""
 COLUMNS = (
     *("update", "rollout", "group", "prompt", "turns", "reward", "rewards", "advantage", "tokens", "num_turns"),
     *("status", "finish", "error"),
@@ -37,10 +35,8 @@ def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenize
             counts, edges = np.histogram(values, bins=BINS)
             media[f"histograms/{name}"] = Histogram(counts=counts, edges=edges)
     if report.batch.layout.num_tokens:
-        texts = TokenTexts(tokenizer)
-        shown = [rollout for rollout in report.rollouts if rollout.is_trainable][:VIEWED_ROLLOUTS]
-        diagnosis = diagnose_step(shown, report.batch, report.logp_train_N, texts, config)
-        media["media/token_view"] = Page(html=token_view(diagnosis))
+        for page in entry_points(group=PAGES):
+            media[f"media/{page.name}"] = Page(html=page.load()(report, config, tokenizer))
     return media
 
 

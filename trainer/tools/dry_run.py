@@ -45,7 +45,6 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
 from lockstep.trainer.data.prompt_filter import make_prompts
 from lockstep.trainer.data.prompts import Row, heldout_data
-from lockstep.trainer.diagnosis.token_classes import TokenTexts
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.engines.start import check_engine
@@ -55,6 +54,7 @@ from lockstep.trainer.model.layers.routing import refuse_dense
 from lockstep.trainer.model.memory_plan import GIB
 from lockstep.trainer.model.shape import planned_shape
 from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.token_texts import TokenTexts
 from lockstep.trainer.observe.trackers.view import program
 from lockstep.trainer.observe.transcript import conversation
 from lockstep.trainer.run.assembly import choose, show_memory_plan, show_scale

@@ -185,3 +185,9 @@ def test_a_thirteenth_module_and_a_second_name_are_counted(library: Path) -> Non
     assert folder_sizes(library_imports(library))["trainer/low"] == MAX_MODULES + 1
     (library / "trainer/low/b.py").write_text("import json")
     assert repeated_names(library_imports(library)) == {"b.py"}
+
+
+def test_runs_import_no_instrument(imports: Imports) -> None:
+    """They attach by entry points: a run loads them when it needs them, and a reader of training meets none."""
+    importers = {importer for importer, modules in imports.items() if any(one.startswith("lab/") for one in modules)}
+    assert {importer.split("/")[0] for importer in importers} == {"lab"}

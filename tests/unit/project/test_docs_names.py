@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.lab.reward_model.config import RewardModelConfig
 from lockstep.rollout.records import Rollout
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.reward_model.config import RewardModelConfig
 from tests.fixtures.pages import PAGES, ROOT, bash_blocks, commands_outside_of_blocks
 from tests.integration.test_page_commands import PLANNED, RUN
 

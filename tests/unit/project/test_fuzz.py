@@ -27,6 +27,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.lab.replay import saved_step, settings_of
 from lockstep.rewards.outcomes import Outcome
 from lockstep.rewards.workers import pool as isolation
 from lockstep.rollout.environments.prompt import PromptReader
@@ -40,7 +41,6 @@ from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.evaluate.results import PromptResult, SetResult, read_results, write_results
 from lockstep.trainer.setting import declarations
-from lockstep.trainer.tools.replay import saved_step, settings_of
 from lockstep.trainer.update.batch_dumps import ATTEMPT, read_dump
 from tests.fixtures.mutations import JSON, PLAIN, mutated
 

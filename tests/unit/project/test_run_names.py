@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.lab.diagnosis.saved import find_rollouts
+from lockstep.lab.pages.saved_run import SavedRun
+from lockstep.lab.replay import replay
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.diagnosis.saved import find_rollouts
-from lockstep.trainer.observe.saved_run import SavedRun
-from lockstep.trainer.tools.replay import replay
 from scripts import report
 from tests.fixtures.composed import composed
 from tests.fixtures.paths import ROOT
@@ -52,7 +52,7 @@ def test_settings_and_commands_name_what_a_link_leads_to_at_the_start(tmp_path: 
         asked.append(run)
         raise ConfigError("as far as this test goes")
 
-    monkeypatch.setattr("lockstep.trainer.tools.replay.settings_of", settings)
+    monkeypatch.setattr("lockstep.lab.replay.settings_of", settings)
     for path in ("latest", "latest/dumps/update-000001-try-1"):
         with pytest.raises(ConfigError, match="as far"):
             replay(tmp_path / path, step=1 if path == "latest" else None, sample=False, overrides=[])

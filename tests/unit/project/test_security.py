@@ -30,7 +30,7 @@ from tests.fixtures.tokenizers import chat_tokenizer
 from tests.unit.rewards.workers.test_pool import rollout
 
 SOURCES = sorted(
-    path for folder in ("trainer", "rollout", "rewards", "scripts") for path in (ROOT / folder).rglob("*.py")
+    path for folder in ("lab", "trainer", "rollout", "rewards", "scripts") for path in (ROOT / folder).rglob("*.py")
 )
 
 

@@ -185,7 +185,7 @@ def test_no_other_place_lists_environments_by_name() -> None:
     assert named_environments('x = config.environment.name == "verifiers"', names)
     listed = {
         str(file.relative_to(ROOT)): found
-        for package in ("trainer", "rollout", "rewards", "scripts")
+        for package in ("lab", "trainer", "rollout", "rewards", "scripts")
         for file in (ROOT / package).rglob("*.py")
         if "environments" not in file.parts and (found := named_environments(file.read_text(), names))
     }

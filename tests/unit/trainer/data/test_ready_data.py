@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.lab.reward_model.config import RewardModelConfig
+from lockstep.lab.reward_model.config import check as check_reward_model
+from lockstep.lab.reward_model.data import Lengths, read_comparisons
 from lockstep.rewards.composition import make_reward_set
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.environments import make_environment
@@ -18,9 +21,6 @@ from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import load_data_set, training_data
-from lockstep.trainer.reward_model.config import RewardModelConfig
-from lockstep.trainer.reward_model.config import check as check_reward_model
-from lockstep.trainer.reward_model.data import Lengths, read_comparisons
 from tests.fixtures.composed import composed
 from tests.fixtures.paths import FIXTURES
 from tests.fixtures.tokenizers import chat_tokenizer

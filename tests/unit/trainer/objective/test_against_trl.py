@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.lab.losses.examined_loss import step_values
 from lockstep.trainer.objective.advantages import ADVANTAGES
 from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, RewardTerms
-from lockstep.trainer.objective.examination.examined_loss import step_values
 from lockstep.trainer.objective.kl import kl_term
 from lockstep.trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
 from lockstep.trainer.objective.losses import POLICY_LOSSES

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.trainer.objective.examination.examined_loss import step_values
+from lockstep.lab.losses.examined_loss import step_values
 from lockstep.trainer.objective.loss_normalization import NORMALIZERS
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.inputs import StepInputs

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from lockstep.lab.environments.episode_checks import _said
+from lockstep.lab.environments.reward_probes import _answer_shown, last_user_text
 from lockstep.rollout.environments.demo.calculator import calculator
 from lockstep.rollout.environments.subagents import SubAgents
 from lockstep.trainer.observe.transcript import parts
-from lockstep.trainer.tools.environment_kit.episode_checks import _said
-from lockstep.trainer.tools.environment_kit.reward_probes import _answer_shown, last_user_text
 from tests.fixtures.policies import Policy, play
 from tests.unit.rollout.test_sampled import ASKED, EXAMPLES, PROMPTS, SYSTEM, delegating
 

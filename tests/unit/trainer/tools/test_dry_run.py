@@ -21,7 +21,7 @@ from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings, settings_tree
-from lockstep.trainer.diagnosis.token_classes import TokenTexts
+from lockstep.trainer.observe.token_texts import TokenTexts
 from lockstep.trainer.tools.dry_run import (
     MAX_SHOWN_TOKENS,
     PLACEHOLDER,

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lockstep.lab.losses.examined_loss import step_values
 from lockstep.trainer.objective.declare import SEQUENCE
-from lockstep.trainer.objective.examination.examined_loss import step_values
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs
 from lockstep.trainer.objective.per_rollout import rollout_mean

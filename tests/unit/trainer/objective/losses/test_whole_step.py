@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.trainer.objective.examination.examined_loss import step_values
+from lockstep.lab.losses.examined_loss import step_values
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.losses.dppo import binary_divergence
 from lockstep.trainer.objective.losses.inputs import LossInputs, StepInputs

@@ -1,0 +1,94 @@
+"""Diagnosis of a model (`scripts/diagnose.py`): sample or load rollouts, examine them, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from torch import Tensor
+
+from lockstep.lab.diagnosis.cases import Case, sample_cases
+from lockstep.lab.diagnosis.causes import Cause
+from lockstep.lab.diagnosis.diagnosis import Diagnosis, print_diagnosis
+from lockstep.lab.diagnosis.examiner import Examiner
+from lockstep.lab.diagnosis.saved import load_rollouts
+from lockstep.lab.pages.token_view import write_token_view
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.saved_rollouts import check_ids
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.build import load_policy, make_chat
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.engines.start import open_engine
+from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.run.library_logs import quiet_third_parties
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+
+WIDTH = 1000
+"""Columns of the console. In a log file rich would otherwise cut tables at 80."""
+
+
+def run(
+    config: Config,
+    *,
+    as_json: bool = False,
+    html: Path | None = None,
+    rollouts: Path | None = None,
+    variant: Cause | None = None,
+) -> Diagnosis:
+    """Diagnose and report. Raises `LockstepError` if model, data or engine cannot be used.
+
+    rollouts: file to diagnose without an engine; None: sample new ones.
+    """
+    quiet_third_parties()
+    console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
+    chat = make_chat(config)
+    if rollouts is not None:
+        console.print(f"rollouts     {rollouts}", markup=False)
+        case = Case(name="saved_rollouts", purpose="rollouts saved by a run", rollouts=load_rollouts(rollouts))
+        with open_examiner(config, chat, engine=None) as examiner:
+            assert isinstance(examiner.policy, Policy)
+            check_ids(case.rollouts, vocab_size=examiner.policy.vocab_size)
+            diagnosis = examiner.examine([case], variant)
+    else:
+        console.print(f"starting the engine with {config.model.path} ...", markup=False)
+        # As in training, the engine starts first, so that it does not inherit threads of a computing model.
+        with open_engine(config) as engine:
+            cases = engine.loop.run(sample_cases(config, engine=engine, chat=chat))
+            with open_examiner(config, chat, engine=engine) as examiner:
+                diagnosis = examiner.examine(cases, variant)
+    if html is not None:
+        try:
+            write_token_view(html, diagnosis)
+        except OSError as error:
+            raise ConfigError(f"--html {html} cannot be written: {error}") from error
+        console.print(f"token view   {html}", markup=False)
+    if as_json:
+        print(json.dumps(diagnosis.to_json(), allow_nan=False))
+    else:
+        print_diagnosis(diagnosis, console)
+    return diagnosis
+
+
+@contextmanager
+def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> Iterator[Examiner]:
+    """Load and wrap the policy as a run does. Raises `ConfigError` if there are several ranks."""
+    distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
+    with distributed:
+        if distributed.world_size > 1:
+            raise ConfigError("the diagnosis runs in one process; start it with `python scripts/diagnose.py`")
+        policy = load_policy(config)
+        module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
+
+        def score(batch: StepBatch, *, temperature: float, alone: bool = False) -> Tensor:
+            budget = 1 if alone else config.pack_tokens  # rows above the budget are packed alone
+            settings = {"token_budget": budget, "share_prefixes": config.share_prefixes}
+            return Scorer(module, distributed, temperature=temperature, **settings).score(batch)
+
+        yield Examiner(config=config, chat=chat, policy=policy, score=score, engine=engine)
