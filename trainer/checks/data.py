@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.rewards.functions.reasoning_gym import COLUMN, PREFIX
-from lockstep.rollout.environments import declaration, declared_parts
+from lockstep.rollout.environments import declaration, declared_parts, environment_class
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
@@ -18,7 +18,7 @@ from lockstep.trainer.config.prepared import data_command
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import is_file, is_made, path_problem, read_first_row
 from lockstep.trainer.data.gym_rows import check_task
-from lockstep.trainer.data.prompts import prepared
+from lockstep.trainer.data.prompts import OF_ENVIRONMENT, prepared, rows_of_environment
 from lockstep.trainer.data.row_check import RowCheck
 from lockstep.trainer.data.split import seeds
 
@@ -57,9 +57,10 @@ def data_problems(config: Config) -> Iterator[str]:
                     f"data.system_prompt and environment.settings.{name} are both set, expected one of them; set "
                     f"environment.settings.{name}=null (data.columns={{prompt: <column>}} names the prompt)"
                 )
-    parts = [part for _, _, part in declared_parts(environment.name, environment.settings) if not part.has_parts]
-    has_own = ":" in environment.name  # only its file says what it reads
-    if data.max_prompt_tokens is not None and not has_own and not any(part.has_prompt for part in parts):
+    parts = declared_parts(environment.name, environment.settings)
+    # A name without a class is that of a user's file, which may have prompts, or reported elsewhere.
+    known = [part.has_prompt for name, _, part in parts if not part.has_parts and environment_class(name) is not None]
+    if data.max_prompt_tokens is not None and known and not any(known):
         yield (
             f"data.max_prompt_tokens={data.max_prompt_tokens} cannot be checked: environment.name={environment.name} "
             "writes its own prompts; set data.max_prompt_tokens=null"
@@ -172,7 +173,12 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
     if config.data.heldout_path is not None and (trains or not config.eval.lm_eval.tasks):
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
-        if path and (problem := path_problem(path)):
+        if path == OF_ENVIRONMENT and not path_exists(path) and rows_of_environment(config, path) is None:
+            yield (
+                f"{name}={path}: environment {config.environment.name} brings no held-out data; set {name}=<file or "
+                "hub id>, or data.heldout_path=null for none"
+            )
+        elif path and (problem := path_problem(path)):
             also = ", or data.heldout_path=null for no held-out data" if trains and name == "data.heldout_path" else ""
             command = data_command(path)
             make = f"run `{command}`, or " if command else ""

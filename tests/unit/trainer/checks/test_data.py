@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.checks.data import data_file_problems, evaluation_problems
+from lockstep.trainer.checks.data import data_file_problems, data_problems, evaluation_problems
+from lockstep.trainer.config.schema import Config
 from tests.fixtures.composed import demo as composed
 
 
@@ -60,3 +61,31 @@ def test_every_way_to_evaluate_is_turned_off_by_one_line():
     assert problem.endswith("or eval.every=0 eval.before_training=false")
     assert "eval.before_training=true need held-out" in problem
     assert not list(evaluation_problems(composed(*settings, "eval.every=0", "eval.before_training=false")))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "is_refused"),
+    [
+        ("textarena", None, True),
+        ("tools", None, False),
+        ("mine.py:Own", None, False),
+        ("mixed", ["openenv", "mixed"], True),
+        ("mixed", ["openenv", "tools"], False),
+        ("mixed", ["mine.py:Own"], False),
+        ("toolz", None, False),
+    ],
+)
+def test_prompts_are_measured_where_some_environment_reads_them(name: str, parts: list[str] | None, is_refused: bool):
+    config = Config()
+    config.data.max_prompt_tokens, config.environment.name = 9, name
+    if parts is not None:
+        config.environment.settings = {"environments": {part: {} for part in parts}}
+    problems = [problem for problem in data_problems(config) if "max_prompt_tokens" in problem]
+    assert len(problems) == is_refused
+
+
+def test_held_out_data_of_an_environment_that_has_none_is_refused():
+    words = ["data.heldout_path=environment", "data.path=seeds:9"]
+    (problem,) = data_file_problems(composed("environment=search", *words), trains=True)
+    assert problem.startswith("data.heldout_path=environment: environment search brings no held-out data; set ")
+    assert not list(data_file_problems(composed("environment=verifiers", *words), trains=True))
