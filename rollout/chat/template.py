@@ -46,7 +46,7 @@ from lockstep.rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not
 from lockstep.rollout.errors import TemplateError
 from lockstep.rollout.records import EngineCall, Message
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _QUESTION = {"role": "user", "content": "x"}
 """Message before the turn of a dummy conversation."""
@@ -264,7 +264,7 @@ class TemplateRenderer:
             role = str(message["role"])
             if numbered and numbered[0] not in rendered and role not in self._roles_dropped:
                 self._roles_dropped.add(role)
-                logger.warning(
+                log.warning(
                     "the chat template drops a message of role %r, so the model does not read it; use a model or a "
                     "chat_template.jinja that shows such messages",
                     role,

@@ -22,7 +22,7 @@ from lockstep.rollout.gateway.session import CONTEXT_FULL, Answer, Session
 from lockstep.rollout.gateway.splice import Prompt
 from lockstep.rollout.records import EngineCall, FinishReason, Message, SamplingSupport
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -89,7 +89,7 @@ async def _sample(
         calls = await asyncio.gather(*samples)
     except (EngineError, EvidenceError) as failure:
         if session.failure is None:
-            logger.error("gateway: the engine failed: %s", failure)
+            log.error("gateway: the engine failed: %s", failure)
         session.failed(failure)
         # Its text names files and is followed by the engine's log, which clients must not see.
         raise server_error(

@@ -50,7 +50,7 @@ from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import to_json
 from lockstep.rollout.system.captured_output import SILENT
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_NAMED_SESSIONS = 1024
 MAX_CALLS_WITHOUT_SESSION = 2**15
@@ -159,7 +159,7 @@ class Gateway:
             return runner.server()
         if not self._has_refused:
             self._has_refused = True
-            logger.warning("gateway: %d connections are open; further ones are closed at once", self._max_connections)
+            log.warning("gateway: %d connections are open; further ones are closed at once", self._max_connections)
         return _Refused()
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ from lockstep.rollout.gateway.errors import CONVERSATION, ApiError
 from lockstep.rollout.gateway.prefix_chain import Prefix, Prefixes, message_digest
 from lockstep.rollout.records import EngineCall, Message
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -253,7 +253,7 @@ class Session:
             return False
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
+            log.warning(
                 "gateway: a conversation branched because its last answer was forgotten; requests under /v1 share room "
                 "for %d answers with %d tokens. Use base_url .../s/<name>/v1 with a name for each agent",
                 self._max_calls,

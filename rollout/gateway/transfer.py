@@ -12,7 +12,7 @@ from lockstep.rollout.errors import ConfigError, TemplateError
 from lockstep.rollout.gateway.dialects import dialect_of
 from lockstep.rollout.gateway.errors import CONVERSATION, ApiError, server_error
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 TRANSFER_S = 60.0
 """Time for the body of a request, and for the client to read the answer."""
@@ -78,7 +78,7 @@ async def _answer(
         raise  # the client has disconnected
     except Exception:
         # The edge of the process: the client must get an answer without a traceback.
-        logger.exception("gateway: %s %s", request.method, request.raw_path)
+        log.exception("gateway: %s %s", request.method, request.raw_path)
         return _error(request, server_error("internal error of the gateway; see its log for details"))
 
 

@@ -18,7 +18,7 @@ from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.gateway.errors import ApiError, checked, not_supported, quoted, unknown_field, wrong_type
 from lockstep.rollout.gateway.messages import MAX_TOOLS, read_function, refuse_many
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MAX_STOPS = 4
 MAX_STOP_IDS = 64
@@ -126,7 +126,7 @@ def _named(choice: Any) -> Any:
 
 @functools.cache
 def _warn_of_choice(asked: str) -> None:
-    logger.warning(
+    log.warning(
         "gateway: an agent asks for calls (tool_choice is %s), which are not forced: the model may answer without one. "
         "environment/unforced_calls counts the answers to such requests",
         asked,
