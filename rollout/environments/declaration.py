@@ -13,14 +13,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.episode.environment import Environment, RunsItself
 from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, run_episode
 from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.records import Rollout
+
+if TYPE_CHECKING:  # it imports transformers, which takes seconds: declarations are read while settings are checked
+    from lockstep.rollout.chat.chat import Chat
 
 RunEpisode = Callable[..., Awaitable[Rollout]]
 """`run_episode` or another function of an environment and a row, with the arguments that episodes share filled in."""

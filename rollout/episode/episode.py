@@ -12,9 +12,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.episode.contract import opening_problem, outcome_problem, read_facts, step_problem, tools_problem
 from lockstep.rollout.episode.conversation import CallRecord, Conversation
@@ -30,6 +29,9 @@ from lockstep.rollout.errors import (
 from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
 from lockstep.rollout.system.deadline import Clock, DeadlineExceeded
 from lockstep.rollout.system.user_functions import fault
+
+if TYPE_CHECKING:  # it imports transformers, which takes seconds: environments are made while settings are checked
+    from lockstep.rollout.chat.chat import Chat
 
 CLOSE_S = 30.0
 """Time for a canceled episode to close its environment [s]."""
