@@ -17,14 +17,14 @@ from typing import Any
 
 from harness.results import argument_parser, fitted_exponent, report
 
+from lockstep.integrations.gateway.completion import complete
+from lockstep.integrations.gateway.dialects.chat_completions import CHAT_COMPLETIONS
+from lockstep.integrations.gateway.dialects.dialect import Reply
+from lockstep.integrations.gateway.prompt_maker import PromptMaker
+from lockstep.integrations.gateway.request import Offer, read_json
+from lockstep.integrations.gateway.session import Session
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.gateway.completion import complete
-from lockstep.rollout.gateway.dialects.chat_completions import CHAT_COMPLETIONS
-from lockstep.rollout.gateway.dialects.dialect import Reply
-from lockstep.rollout.gateway.prompt_maker import PromptMaker
-from lockstep.rollout.gateway.request import Offer, read_json
-from lockstep.rollout.gateway.session import Session
 from tests.fixtures.gateway import ScriptedEngine
 from tests.fixtures.tokenizers import chat_tokenizer
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scripts.generated import ROOT, main
 
-LIBRARY = ("lab", "trainer", "rewards", "rollout")
+LIBRARY = ("lab", "integrations", "trainer", "rewards", "rollout")
 """The packages whose modules have layers."""
 PACKAGES = (*LIBRARY, "demo", "scripts")
 HEADER = """# Map of the code
@@ -39,6 +39,13 @@ ROOMS = (
     "lab/pages",
     "lab/diagnosis",
     "lab/reward_model",
+    "integrations/__init__.py",
+    "integrations/serve_gateway.py",
+    "integrations/environments",
+    "integrations/tool_servers",
+    "integrations/sandbox",
+    "integrations/hosts",
+    "integrations/gateway",
     "trainer/__init__.py",
     "trainer/tools",
     "trainer/run",
@@ -82,8 +89,8 @@ ROOMS = (
     "rollout/__init__.py",
     "rollout/sampler",
     "rollout/environments",
-    "rollout/gateway",
     "rollout/episode",
+    "rollout/hosts",
     "rollout/sandbox",
     "rollout/server",
     "rollout/weights",

@@ -14,7 +14,7 @@ from lockstep.trainer.checks.validate import validate
 
 
 def main(config) -> None:
-    from lockstep.trainer.tools.serve_gateway import (
+    from lockstep.integrations.serve_gateway import (
         run,
     )  # after the settings are checked, because torch and vLLM load slowly
 

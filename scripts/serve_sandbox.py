@@ -7,7 +7,7 @@
         environment.settings.token_env=SANDBOX_TOKEN
 
 Programs run behind the walls of this machine's namespaces, as with sandbox=local. The protocol is that of
-rollout/sandbox/remote_sandbox.py. Without a token it listens on loopback only.
+integrations/sandbox/remote_sandbox.py. Without a token it listens on loopback only.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import os
 import signal
 import sys
 
+from lockstep.integrations.sandbox.sandbox_service import SandboxService
 from lockstep.rollout.errors import ConfigError, LockstepError
 from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.sandbox.execution import Limits, Sandbox
 from lockstep.rollout.sandbox.program_session import SessionSandbox
 from lockstep.rollout.sandbox.sandbox import isolation_problem, local_enclosure
-from lockstep.rollout.sandbox.sandbox_service import SandboxService
 
 
 def arguments() -> argparse.Namespace:

@@ -15,8 +15,8 @@ from lockstep.rewards.workers.pool import Isolation
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.errors import ConfigError, TemplateError
-from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.trainer.config.schema import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lockstep.rollout.environments.adapters.textarena import TextArenaEnvironment
+from lockstep.integrations.environments.textarena import TextArenaEnvironment
 
 
 class Guess(TextArenaEnvironment):

@@ -23,7 +23,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.user_functions import load_function
 
-PLACES = (__name__, f"{__name__}.adapters", f"{__name__}.demo")
+PLACES = (__name__, "lockstep.integrations.environments", f"{__name__}.demo")
 GROUP = "lockstep.environments"
 
 

@@ -16,9 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.episode.environment import Environment, RunsItself
 from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, run_episode
-from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.records import Rollout
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds: declarations are read while settings are checked

@@ -19,8 +19,8 @@ from enum import StrEnum
 from typing import Any
 
 from lockstep.rollout.chat.tool_functions import BadArgumentsError, describe
-from lockstep.rollout.environments.tool_servers.foreign_schemas import refuse_wrong
 from lockstep.rollout.errors import ConfigError, ToolServerError
+from lockstep.rollout.hosts.foreign_schemas import refuse_wrong
 from lockstep.rollout.records import Message
 from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text

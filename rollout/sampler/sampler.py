@@ -15,12 +15,12 @@ from typing import Any
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments.declaration import Driver, RunEpisode, Table, declaration_of
+from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of, parts_of
 from lockstep.rollout.episode.conversation import request_seed
 from lockstep.rollout.episode.environment import Environment, RunsItself
 from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, failure_of
 from lockstep.rollout.errors import ConfigError, RequestError
-from lockstep.rollout.gateway.gateway_settings import GatewaySettings
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
 
 REISSUES = 2
@@ -43,7 +43,7 @@ class Sampler:
         gateway: GatewaySettings | None = None,
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        """gateway: address at which agents find the model (`rollout/environments/agent.py`). call_timeout_s: of
+        """gateway: address at which agents find the model (`integrations/environments/agent.py`). call_timeout_s: of
         `run_episode`."""
         self._engine = engine
         self._chat = chat

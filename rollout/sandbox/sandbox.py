@@ -42,6 +42,7 @@ from lockstep.rollout.sandbox.program_session import Enclosure, Session
 from lockstep.rollout.sandbox.system_calls import refusing_filter
 
 JAIL = Path(__file__).with_name("jail.py")
+PROCESS_1 = Path(__file__).with_name("process_1.py")
 FIRST_UID, NUM_UIDS = 0x7000_0000, 0x0FFE_0000
 """User ids for programs when this process is root, unused in systemd's table of user ids (docs/UIDS-GIDS.md)."""
 PREFIX = "lockstep-sandbox-"

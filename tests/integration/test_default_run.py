@@ -19,11 +19,8 @@ MOST_MODULES, MOST_LINES = 330, 42_600
 GUESTS = (
     "lockstep.lab",
     "lockstep.demo",
-    "lockstep.rollout.gateway.server",
-    "lockstep.rollout.environments.adapters.",
-    "lockstep.rollout.environments.agent",
+    "lockstep.integrations",
     "lockstep.rollout.environments.demo.",
-    "lockstep.rollout.environments.sandbox",
 )
 
 
@@ -62,7 +59,8 @@ def test_a_run_of_one_turn_loads_no_guest(tmp_path: Path, capsys: pytest.Capture
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     loaded = (tmp_path / "modules").read_text().split()
     assert [name for name in loaded if f"{name}.".startswith(GUESTS) or name.startswith(GUESTS)] == [
-        "lockstep.rollout.environments.adapters",
+        "lockstep.integrations",
+        "lockstep.integrations.environments",
         "lockstep.rollout.environments.demo",
     ], "the empty modules of folders in which environments are looked for"
     origins = [spec.origin for name in loaded if (spec := importlib.util.find_spec(name)) and spec.origin]

@@ -23,12 +23,12 @@ import openai
 import pytest
 import torch
 
+from lockstep.integrations.gateway.server import Gateway
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import EngineError, SyncError
-from lockstep.rollout.gateway.server import Gateway
 from lockstep.rollout.records import FinishReason
 from lockstep.rollout.server.generate_route import ROUTE
 from lockstep.rollout.server.server_engine import GENERATE

@@ -13,11 +13,11 @@ from typing import Any
 import openai
 import pytest
 
+from lockstep.integrations.gateway.server import Gateway
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.episode.rows import rows_from_calls
-from lockstep.rollout.gateway.server import Gateway
 from lockstep.rollout.records import EngineCall, FinishReason
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.saved_rollouts import read_rollouts

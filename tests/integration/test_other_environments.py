@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.integrations.environments.verifiers_tasks import PROGRAM
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments import make_environment
-from lockstep.rollout.environments.hosts.process import host
 from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.hosts.process import host
 from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.interpreters import python_with
 from tests.fixtures.openenv import server
@@ -40,7 +41,7 @@ def played(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setenv("PYTHONPATH", TASKSETS, prepend=os.pathsep)
         python = python_with("verifiers 0.4", "verifiers.v1")
         yield "verifiers", {"python": python, "env_id": "word-tasks"}
-        host(python, "verifiers_episodes").end()
+        host(python, PROGRAM).end()
 
 
 def test_every_sampled_token_is_trained_with_the_logprob_of_the_engine(

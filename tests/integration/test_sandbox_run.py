@@ -26,7 +26,7 @@ pytestmark = [
 
 SMALL = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "logger.print_rollouts_every=0")
 CALCULATOR = '''
-from lockstep.rollout.environments.sandbox import SandboxEnvironment
+from lockstep.integrations.environments.sandbox import SandboxEnvironment
 from lockstep.rollout.environments.toolbox import Toolbox
 
 

@@ -187,7 +187,10 @@ def test_a_thirteenth_module_and_a_second_name_are_counted(library: Path) -> Non
     assert repeated_names(library_imports(library)) == {"b.py"}
 
 
-def test_runs_import_no_instrument(imports: Imports) -> None:
-    """They attach by entry points: a run loads them when it needs them, and a reader of training meets none."""
-    importers = {importer for importer, modules in imports.items() if any(one.startswith("lab/") for one in modules)}
-    assert {importer.split("/")[0] for importer in importers} == {"lab"}
+@pytest.mark.parametrize("guest", ["lab", "integrations"])
+def test_the_core_imports_no_guest_and_guests_do_not_know_each_other(imports: Imports, guest: str) -> None:
+    """They attach by names and entry points: a run loads them when it needs them, a reader of training meets none."""
+    importers = [
+        importer for importer, modules in imports.items() if any(one.startswith(f"{guest}/") for one in modules)
+    ]
+    assert {importer.split("/")[0] for importer in importers} == {guest}

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from tests.fixtures.paths import ROOT
 
-LIBRARY = ("lab", "trainer", "rollout", "rewards", "demo")
+LIBRARY = ("lab", "integrations", "trainer", "rollout", "rewards", "demo")
 OURS = {"lockstep", "scripts", "benchmarks", "examples", "tests", "harness", "gradients"}
 """Packages of this repository; the last two are beside the programs that import them."""
 NOT_DECLARED = {

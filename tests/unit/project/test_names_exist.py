@@ -11,7 +11,7 @@ import pytest
 
 from tests.fixtures.paths import ROOT
 
-FOLDERS = ("lab", "trainer", "rollout", "rewards", "demo", "scripts", "tests", "benchmarks", "examples")
+FOLDERS = ("lab", "integrations", "trainer", "rollout", "rewards", "demo", "scripts", "tests", "benchmarks", "examples")
 OURS = ("lockstep.", "scripts.", "tests.", "benchmarks.", "examples.")
 
 

@@ -6,12 +6,12 @@ import ast
 
 from tests.fixtures.paths import ROOT
 
-PACKAGES = ("lab", "rollout", "rewards", "trainer", "scripts", "benchmarks", "examples")
+PACKAGES = ("lab", "integrations", "rollout", "rewards", "trainer", "scripts", "benchmarks", "examples")
 ALLOWED = {
     "lab/environments/exploit_checks.py": "a scripted player reads what the environment says",
     "rollout/records.py": "the accessor",
     "rollout/chat/": "writes turns in the format of a model, or checks that the last one can be written",
-    "rollout/gateway/": "reads and writes the formats of APIs, and finds the turn that a request extends",
+    "integrations/gateway/": "reads and writes the formats of APIs, and finds the turn that a request extends",
     "rollout/environments/prompt.py": "refuses a prompt that ends with an assistant turn",
     "rollout/episode/demonstration.py": "trains all assistant turns of a conversation that was not sampled",
     "trainer/checks/conversations.py": "refuses demonstrations without a turn to train",

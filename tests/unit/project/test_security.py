@@ -29,9 +29,8 @@ from tests.fixtures.sockets import is_loopback, listening
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.unit.rewards.workers.test_pool import rollout
 
-SOURCES = sorted(
-    path for folder in ("lab", "trainer", "rollout", "rewards", "scripts") for path in (ROOT / folder).rglob("*.py")
-)
+PACKAGES = ("lab", "integrations", "trainer", "rollout", "rewards", "scripts")
+SOURCES = sorted(path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py"))
 
 
 def problems(source: str) -> list[str]:

@@ -102,7 +102,7 @@ def test_a_known_environment_loads_no_other() -> None:
     assert "lockstep.rollout.environments.single_turn" in loaded
     others = ("adapters.", "demo.", "hosts", "tool_servers", "agent", "sandbox", "search")
     assert not [name for name in loaded if name.startswith(tuple(f"lockstep.rollout.environments.{o}" for o in others))]
-    assert "lockstep.rollout.gateway.server" not in loaded
+    assert "lockstep.integrations.gateway.server" not in loaded
 
 
 async def test_an_environment_of_a_package_is_known_by_its_declaration_alone(package: Path) -> None:

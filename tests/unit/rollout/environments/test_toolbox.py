@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from lockstep.rollout.environments.tool_servers import foreign_schemas
 from lockstep.rollout.environments.toolbox import MAX_CALLS, Toolbox, ToolFault, count_results
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.hosts import foreign_schemas
 
 
 def add(a: int, b: int = 1) -> int:

@@ -1,0 +1,1 @@
+"""Integrations: agents at the gateway, sandboxes, tool servers, environments of other packages."""

@@ -1,0 +1,1 @@
+"""Environments in which agents, programs or packages of others play."""

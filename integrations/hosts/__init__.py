@@ -1,0 +1,1 @@
+"""Programs of hosts that play environments of other packages in interpreters of their own."""

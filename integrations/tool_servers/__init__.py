@@ -1,0 +1,1 @@
+"""Tools of MCP servers: their settings, and connections with limits."""

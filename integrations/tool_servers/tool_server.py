@@ -1,0 +1,278 @@
+"""Connection to one MCP server for the whole process: its tools, listed once, and calls of them from any event loop.
+
+A server that has died, or whose connection was closed because it lied, is connected again by the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lockstep.integrations.tool_servers.server_settings import ServerSettings
+from lockstep.rollout.errors import ConfigError, ToolServerError
+from lockstep.rollout.hosts.foreign_schemas import MAX_TOOLS, read_tools
+from lockstep.rollout.safe_text import error_text, safe_text
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.captured_output import OutputTail
+
+T = TypeVar("T")
+LOG_CHARS = 500
+"""End of a server's standard error that an error quotes."""
+END_S = 10.0
+"""Time for one server to end [s]."""
+CLOSE_S = 15.0
+"""Time for all servers to end with the process [s]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    start_timeout_s: float
+    """For the start of a server and the list of its tools."""
+    max_message_bytes: int
+    """Longest message of a server."""
+
+
+class ToolCallError(Exception):
+    """The tool itself reports that the call failed."""
+
+
+class ToolServer:
+    """One server. Its coroutines run in the loop of the process for servers."""
+
+    def __init__(self, settings: ServerSettings, limits: Limits, loop: BackgroundLoop) -> None:
+        self.settings = settings
+        self._limits = limits
+        self._loop = loop
+        self._lock = asyncio.Lock()
+        self._output = OutputTail()
+        self._task: asyncio.Task[None] | None = None
+        self._client: Any = None
+        self._schemas: list[Mapping[str, Any]] | None = None
+
+    async def schemas(self) -> list[Mapping[str, Any]]:
+        """Return the tools in the OpenAI form; the server is asked once.
+
+        Raises `ConfigError` if it cannot be reached, or lists tools that cannot be used.
+        """
+        return await self._from_other_loop(self._list)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool and return its result as text.
+
+        Raises `ToolCallError` with the text of a tool that reports an error, `ToolServerError` if the server is gone or
+        its answer cannot be used. The caller limits the time: canceled, it cancels the request.
+        """
+        return await self._from_other_loop(functools.partial(self._call, name, arguments))
+
+    async def close(self) -> None:
+        """End the connection and the server's process, within `END_S`. Closing twice is allowed."""
+        task, self._task, self._client = self._task, None, None
+        for _ in range(2):  # the second time, a server that does not answer to the end of its session is left alone
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=END_S / 2)
+
+    async def _from_other_loop(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await asyncio.wrap_future(self._loop.submit(_awaited(work)))
+
+    async def _list(self) -> list[Mapping[str, Any]]:
+        async with self._lock:
+            if self._schemas is None:
+                where = f"MCP server {self.settings.name}"
+                try:
+                    async with asyncio.timeout(self._limits.start_timeout_s):
+                        client = await self._connected()
+                        self._schemas = await self._checked(await _all_tools(client))
+                except TimeoutError:
+                    await self.close()
+                    raise ConfigError(
+                        f"{where} did not list its tools in {self._limits.start_timeout_s:g} s{self._said()}; raise "
+                        "environment.settings.start_timeout_s"
+                    ) from None
+                except ConfigError:
+                    await self.close()
+                    raise
+                except Exception as error:  # of the package, the transport, or a server's answer
+                    await self.close()
+                    raise ConfigError(f"{where} cannot be used: {_reason(error)}{self._said()}") from error
+            return self._schemas
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        from mcp import MCPError
+
+        client = None
+        try:
+            async with self._lock:
+                client = await self._connected()
+            result = await client.session.call_tool(name, dict(arguments))
+            text = result_text(result)
+        except (ToolCallError, ToolServerError):
+            raise
+        except MCPError as error:
+            ending = self._said() if await self._is_closed(error, client) else ""
+            raise ToolServerError(f"server {self.settings.name}: {_reason(error)}{ending}") from error
+        except Exception as error:  # a result of wrong types, a broken connection
+            raise ToolServerError(
+                f"server {self.settings.name}: its answer cannot be used: {_reason(error)}"
+            ) from error
+        return text
+
+    async def _is_closed(self, error: Any, client: Any) -> bool:
+        """Return True if the other side has closed the connection; then the next call connects again."""
+        from mcp.types import CONNECTION_CLOSED
+
+        if error.code != CONNECTION_CLOSED:
+            return False
+        if self._client is client:  # else another call has connected again
+            await self.close()
+        return True
+
+    async def _connected(self) -> Any:
+        """Return the client; connect if there is none, or its connection has ended."""
+        if self._client is not None and self._task is not None and not self._task.done():
+            return self._client
+        await self.close()
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._serve(ready))
+        try:
+            self._client = await ready
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        return self._client
+
+    async def _serve(self, ready: asyncio.Future[Any]) -> None:
+        """Hold the connection until the task is canceled: its contexts must end in the task that began them."""
+        from mcp import Client
+
+        from lockstep.integrations.tool_servers.limited_transports import address, program
+
+        settings, limit = self.settings, self._limits.max_message_bytes
+        if settings.url is None:
+            transport = program(settings, self._output, max_bytes=limit)
+        else:
+            transport = address(settings, max_bytes=limit)
+        try:
+            async with Client(transport, cache=None) as client:
+                ready.set_result(client)
+                await asyncio.Event().wait()
+        except Exception as error:
+            if ready.done():
+                return  # requests in flight were told by the client
+            ready.set_exception(error)
+
+    async def _checked(self, tools: list[Any]) -> list[Mapping[str, Any]]:
+        wanted, name = self.settings.tools, self.settings.name
+        listed = [tool.name for tool in tools]
+        for missing in sorted(set(wanted or ()) - set(listed)):
+            raise ConfigError(
+                f"{self.settings.place}.tools names {missing!r}; server {name} lists {', '.join(listed) or 'no tools'}"
+            )
+        kept = [tool for tool in tools if wanted is None or tool.name in wanted]
+        if not kept:
+            raise ConfigError(f"MCP server {name} lists no tools; expected at least one")
+        try:
+            return await read_tools([(tool.name, tool.description, tool.input_schema) for tool in kept])
+        except ToolServerError as error:
+            place = f"{self.settings.place}.tools"
+            raise ConfigError(f"MCP server {name}: {error}; leave it out with {place}=[<others>]") from error
+
+    def _said(self) -> str:
+        """Return the end of the server's standard error as the end of a sentence."""
+        text = self._output.text(wait_s=0.2)[-LOG_CHARS:]  # it has just ended
+        return f"; its last output: {safe_text(text)}" if text else ""
+
+
+def result_text(result: Any) -> str:
+    """Return the result of a call as text.
+
+    Raises `ToolCallError` if the tool reports an error, `ToolServerError` if it has no text to read.
+    """
+    from mcp.types import EmbeddedResource, TextContent, TextResourceContents
+
+    texts, others = [], []
+    for block in result.content:
+        if isinstance(block, TextContent):
+            texts.append(block.text)
+        elif isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
+            texts.append(block.resource.text)
+        else:
+            others.append(block.type)
+    if result.is_error:
+        raise ToolCallError("\n".join(texts) or "the tool failed without a text")
+    if not result.content and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    if others:
+        kinds = " and ".join(sorted(set(others)))
+        if not texts:
+            raise ToolServerError(f"the tool returned {kinds}, and only text can be read")
+        texts.append(f"[left out: {kinds}; only text can be read]")
+    return "\n".join(texts)
+
+
+async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
+    return await work()
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    """Return the tools of all pages."""
+    from mcp.types import PaginatedRequestParams
+
+    tools, cursor, pages = [], None, 0
+    while cursor is not None or not pages:
+        params = None if cursor is None else PaginatedRequestParams(cursor=cursor)
+        page = await client.session.list_tools(params=params)
+        tools += page.tools
+        cursor, pages = page.next_cursor, pages + 1
+        if pages > MAX_TOOLS:
+            raise ValueError(f"its list of tools has more than {MAX_TOOLS} pages")
+    return tools
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error in a sentence; the first one of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = " ".join(error_text(error).split())
+    return f"{type(error).__name__}: {text}"[:LOG_CHARS]
+
+
+_servers: dict[str, ToolServer] = {}
+"""All servers of this process, by their settings."""
+_creation = threading.Lock()
+
+
+@functools.cache
+def _loop() -> BackgroundLoop:
+    """Return the loop of the servers; at exit of the interpreter they are closed, then the loop."""
+    loop = BackgroundLoop()
+    atexit.register(close_servers)
+    return loop
+
+
+def tool_server(settings: ServerSettings, limits: Limits) -> ToolServer:
+    """Return the server with these settings; it is started by its first use."""
+    key = repr((settings, limits))
+    with _creation:  # episodes in threads may ask at once
+        if key not in _servers:
+            _servers[key] = ToolServer(settings, limits, _loop())
+    return _servers[key]
+
+
+def close_servers() -> None:
+    """End all servers of this process. They can be used again, and are then started again."""
+    servers = list(_servers.values())
+    _servers.clear()
+
+    async def close() -> None:
+        await asyncio.gather(*(server.close() for server in servers), return_exceptions=True)
+
+    with contextlib.suppress(TimeoutError):
+        _loop().run(close(), timeout=CLOSE_S)

@@ -1,1 +1,0 @@
-"""Adapters: environments written for TRL and for the `verifiers` package, used unchanged."""

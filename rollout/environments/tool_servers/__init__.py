@@ -1,1 +1,0 @@
-"""Tools of MCP servers: their settings, connections with limits, and the environment that offers them."""
