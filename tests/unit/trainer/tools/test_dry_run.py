@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from lockstep.agents.environments.trl_rollout import by_their_function
+from lockstep.integrations.environments.trl_rollout import by_their_function
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments.single_turn import SingleTurn
 from lockstep.rollout.episode.rows import rows_from_calls
