@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.lab.environments.journal import Journal
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.environments.declaration import declaration_of, turn_by_turn
 from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed
 from lockstep.rollout.episode.contract import opening_problem, outcome_problem, step_problem, tools_problem
 from lockstep.rollout.episode.environment import (
@@ -68,8 +69,8 @@ class Watch:
 
 
 def watch_environment(environment: AnyEnvironment, watch: Watch) -> AnyEnvironment:
-    """Return the environment with its calls watched; one that runs itself has none."""
-    if isinstance(environment, RunsItself):
+    """Return the environment with its calls watched, if it is played turn by turn."""
+    if isinstance(environment, RunsItself) or declaration_of(environment).driver is not turn_by_turn:
         return environment
     if isinstance(environment, Mixed):
         environment.parts = {name: watch_environment(part, watch) for name, part in environment.parts.items()}

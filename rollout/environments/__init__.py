@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -42,39 +44,52 @@ def make_environment(name: str, **settings: Any) -> AnyEnvironment:
     try:
         return make(**settings)
     except TypeError as error:
-        raise ConfigError(f"environment {name}: {error}") from error
+        takes = inspect.signature(factory)
+        raise ConfigError(f"environment {name}: {error}; environment.settings are its arguments {takes}") from error
 
 
 def environment_names() -> list[str]:
     """Return the names of all environments, those of installed packages last. Imports the modules of Lockstep's."""
     own = [name for name, module in _modules().items() if _declared_in(module) is not None]
-    return list(dict.fromkeys([*own, *_entry_points()]))
+    return list(dict.fromkeys([*own, *_entry_points(tuple(sys.path))]))
 
 
 def environment_class(name: str) -> Any:
     """Return the class of a name; None if it is unknown, or the path of a user's file.
 
-    Raises `ConfigError` if the class of an installed package cannot be imported, or two have this name.
+    Raises `ConfigError` if the class of an installed package cannot be imported or declares nothing, or if two have
+    this name.
     """
-    module = _modules().get(name)
-    own = None if module is None else _declared_in(module)
-    installed = _entry_points().get(name, [])
+    own = own_class(name)
+    installed = _entry_points(tuple(sys.path)).get(name, [])
+    places = [f"{entry.value} of package {entry.dist.name if entry.dist else '?'}" for entry in installed]
     if len(installed) + (own is not None) > 1:
-        packages = ", ".join(entry.value for entry in installed)
+        keep = "all of these packages but one" if own is None else "these packages, as Lockstep has this name, too"
         raise ConfigError(
-            f"environment {name!r} is registered {len(installed) + (own is not None)} times ({packages}"
-            f"{'' if own is None else ', and by Lockstep'}); uninstall all packages but one, or set environment.name="
-            "path/to/file.py:ClassName"
+            f"environment {name!r} is registered by {' and '.join(places)}; uninstall {keep}, or set "
+            "environment.name=path/to/file.py:ClassName"
         )
     if not installed:
         return own
     try:
-        return installed[0].load()
-    except Exception as error:  # of a foreign module
+        found = installed[0].load()
+    except (Exception, SystemExit) as error:  # of a foreign module
         raise ConfigError(
-            f"environment {name!r} of an installed package cannot be imported from {installed[0].value}: "
-            f"{type(error).__name__}: {error_text(error)}"
+            f"environment {name!r} cannot be imported from {places[0]}: {type(error).__name__}: {error_text(error)}"
         ) from error
+    if not isinstance(found, type) or getattr(found, "declaration", None) is None:
+        raise ConfigError(
+            f"environment {name!r} is {places[0]}, which declares nothing; expected a class with declaration = "
+            "Declaration(...) (docs/environments.md), or set environment.name=path/to/file.py:ClassName"
+        )
+    declaration_of(found)
+    return found
+
+
+def own_class(name: str) -> type | None:
+    """Return the class of an environment of Lockstep's; None for any other name. Imports no other package."""
+    module = _modules().get(name)
+    return None if module is None else _declared_in(module)
 
 
 def declaration(name: str) -> Declaration:
@@ -111,7 +126,9 @@ def _declared_in(module: str) -> type | None:
     return next(own, None)
 
 
-def _entry_points() -> dict[str, list[EntryPoint]]:
+@functools.cache  # reading the packages takes 10 ms, and each episode makes an environment
+def _entry_points(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
+    """Return what installed packages register, by name. path: `sys.path`, in which they are found."""
     by_name: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
         by_name.setdefault(entry.name, []).append(entry)

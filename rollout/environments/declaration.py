@@ -4,14 +4,14 @@
         declaration = Declaration(reads="seed", opens="a chess program", is_deterministic=False)
 
 The sampler, the checks, the question for `--trust-run` and the documentation read it, and no other place knows an
-environment by its name. A class without one has the defaults.
+environment by its name. A class in a file without one has the defaults; a package's class must have one.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.episode.environment import Environment, RunsItself
 from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, run_episode
+from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds: declarations are read while settings are checked
@@ -78,6 +79,21 @@ class Declaration:
     evaluation_rows: Callable[..., Any] | None = None
     """Returns held-out rows that it brings, for `data.heldout_path=environment`; takes the environment's settings."""
 
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`: a trait has a value of another type."""
+        for trait in fields(self):
+            value = getattr(self, trait.name)
+            fits, expected = {
+                "bool": (isinstance(value, bool), "True or False"),
+                "int": (type(value) is int and value > 0, "a whole number above 0"),
+                "str": (isinstance(value, str), "a text"),
+                "str | None": (value is None or isinstance(value, str), "a text or None"),
+                "Driver": (callable(value), "a driver, such as turn_by_turn"),
+                "Callable[..., Any] | None": (value is None or callable(value), "a function or None"),
+            }.get(str(trait.type), (value in ("prompt", "row", "seed"), "prompt, row or seed"))
+            if not fits:
+                raise ConfigError(f"found Declaration({trait.name}={value!r}), expected {expected}")
+
     @property
     def has_prompt(self) -> bool:
         """True if the first prompt of a row is known without playing it."""
@@ -85,5 +101,14 @@ class Declaration:
 
 
 def declaration_of(environment: object) -> Declaration:
-    """Return the declaration of an environment or its class."""
-    return getattr(environment, "declaration", None) or Declaration()
+    """Return the declaration of an environment or its class. Raises `ConfigError`: its attribute is something else."""
+    declared = getattr(environment, "declaration", None)
+    if declared is None:
+        return Declaration()
+    if not isinstance(declared, Declaration):
+        kind = environment if isinstance(environment, type) else type(environment)
+        raise ConfigError(
+            f"found {kind.__name__}.declaration of type {type(declared).__name__}, expected declaration = "
+            "Declaration(...) (lockstep/rollout/environments/declaration.py)"
+        )
+    return declared

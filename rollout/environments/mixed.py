@@ -17,7 +17,7 @@ class Mixed:
 
     def __init__(
         self,
-        environments: Mapping[str, Mapping[str, Any]],
+        environments: Mapping[str, Mapping[str, Any]] | None = None,
         *,
         make: Callable[..., AnyEnvironment],
         column: str = "environment",
@@ -30,7 +30,18 @@ class Mixed:
         column: column of the row that holds the name. default: name for rows without one.
         shared: settings for all of them, such as system_prompt; an environment's own settings win.
         """
-        if default is not None and default not in environments:
+        if not environments or not isinstance(environments, Mapping):
+            raise ConfigError(
+                f"mixed: found environments={environments!r}, expected settings by name; set "
+                "'environment.settings.environments={single_turn: {}, calculator: {}}'"
+            )
+        for name, own in environments.items():
+            if not isinstance(name, str) or not isinstance(own, Mapping):
+                raise ConfigError(
+                    f"mixed: found {name!r}: {own!r} among environments, expected the name of an environment and its "
+                    f"settings; set 'environment.settings.environments.{name}={{}}'"
+                )
+        if default is not None and default not in list(environments):
             raise ConfigError(f"mixed: default is {default!r}, expected one of {', '.join(environments)}")
         self.parts = {name: make(name, **{**shared, **own}) for name, own in environments.items()}
         self._column = column

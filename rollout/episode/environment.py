@@ -71,6 +71,10 @@ class RunsItself:
         if function is None:
             raise ConfigError(f"no {setting} is set; set environment.settings.{setting}=path/to/file.py:function")
         self.function = load_function(function) if isinstance(function, str) else function
+        if not callable(self.function):
+            raise ConfigError(
+                f"found {setting}={function!r}; set environment.settings.{setting}=path/to/file.py:function"
+            )
         self.timeout_s = timeout_s
         self.max_concurrent = max_concurrent
 

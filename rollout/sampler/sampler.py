@@ -20,8 +20,9 @@ from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of, 
 from lockstep.rollout.episode.conversation import request_seed
 from lockstep.rollout.episode.environment import Environment, RunsItself
 from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, failure_of
-from lockstep.rollout.errors import ConfigError, RequestError
+from lockstep.rollout.errors import ConfigError, LockstepError, RequestError
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
+from lockstep.rollout.system.user_functions import fault
 
 REISSUES = 2
 """Number of times that an episode is restarted after one of its requests failed in a live engine."""
@@ -139,7 +140,10 @@ class Sampler:
 
     @asynccontextmanager
     async def open(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:
-        """Open what episodes share, such as the gateway of agents; yields `run` for `collect`."""
+        """Open what episodes share, such as the gateway of agents; yields `run` for `collect`.
+
+        Raises `ConfigError` if a driver does not open.
+        """
         table = Table(
             engine=self._engine,
             chat=self._chat,
@@ -151,7 +155,15 @@ class Sampler:
         for part in parts_of(self._make_environment()):
             played_by.setdefault(declaration_of(part).driver, []).append(part)
         async with AsyncExitStack() as stack:
-            runs = {driver: await stack.enter_async_context(driver(table, own)) for driver, own in played_by.items()}
+            runs: dict[Driver, RunEpisode] = {}
+            for driver, own in played_by.items():
+                try:
+                    runs[driver] = await stack.enter_async_context(driver(table, own))
+                except LockstepError:
+                    raise
+                except Exception as error:  # of a package's driver
+                    names = ", ".join(sorted({type(one).__name__ for one in own}))
+                    raise ConfigError(f"the driver of environment {names} did not open: {fault(error)}") from error
 
             async def run(*, environment: AnyEnvironment, example: Mapping[str, Any], **episode: Any) -> Rollout:
                 chosen = environment_of(environment, example)

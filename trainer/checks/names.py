@@ -17,12 +17,13 @@ from lockstep.rewards.resolve import MODEL, check_built_in, compares_groups
 from lockstep.rewards.signatures import refuse_foreign
 from lockstep.rollout.chat.template_files import template_text
 from lockstep.rollout.environments import environment_class, environment_names, make_environment
+from lockstep.rollout.environments.declaration import declaration_of, turn_by_turn
 from lockstep.rollout.environments.mixed import parts_of
 from lockstep.rollout.environments.tools import ToolEnvironment
-from lockstep.rollout.episode.environment import ChecksSystem
+from lockstep.rollout.episode.environment import ChecksSystem, Environment, RunsItself
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.system.user_functions import file_sha256, written_names
+from lockstep.rollout.system.user_functions import fault, file_sha256, written_names
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.paths import file_exists, path_exists
 from lockstep.trainer.config.prepared import model_command
@@ -274,10 +275,31 @@ def environment_problems(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+    except Exception as error:  # of a user's constructor
+        yield f"environment {name} with the settings {config.environment.settings} raised {fault(error)}"
+        return
+    for part in parts_of(environment):
+        yield from _part_problems(part, config)
     if type(environment) is ToolEnvironment and not environment.tools:
         yield (
             f"environment={name} has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
             "environment=single_turn"
+        )
+
+
+def _part_problems(part: Environment | RunsItself, config: Config) -> Iterator[str]:
+    """Yield the problem of a class that its driver cannot play, and of turns that a file declares."""
+    name, declared = type(part).__name__, declaration_of(part)
+    lacks = [method for method in ("reset", "step") if not callable(getattr(part, method, None))]
+    if lacks and declared.driver is turn_by_turn:
+        yield (
+            f"environment {name} has no method {' and '.join(lacks)}, which the driver turn_by_turn calls; write what "
+            "is missing, or declare the driver that plays it (docs/environments.md)"
+        )
+    if config.environment.max_turns is None and declared.max_turns > config.max_turns:
+        yield (
+            f"environment {name} declares max_turns={declared.max_turns}, which is not read from a file; set "
+            f"environment.max_turns={declared.max_turns}"
         )
 
 

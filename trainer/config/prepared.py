@@ -5,7 +5,8 @@ from __future__ import annotations
 import os.path
 from pathlib import Path
 
-from lockstep.rollout.environments import declaration
+from lockstep.rollout.environments import own_class
+from lockstep.rollout.environments.declaration import declaration_of
 
 DATA = {"data/demo": "make_demo_model.py", "data/real": "make_real_model.py"}
 """Scripts by the folder of their data, which has one folder per task."""
@@ -25,7 +26,8 @@ def model_command(path: str) -> str | None:
     name = Path(path).name
     if name == REAL_MODEL:
         return "python scripts/make_real_model.py"
-    return f"python scripts/make_demo_model.py --task {name}" if declaration(name).demo_task == name else None
+    is_task = declaration_of(own_class(name)).demo_task == name
+    return f"python scripts/make_demo_model.py --task {name}" if is_task else None
 
 
 def data_command(path: str) -> str | None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.rollout.environments import declaration
+from lockstep.rollout.environments import declared_parts
+from lockstep.rollout.environments.declaration import Declaration
 from lockstep.trainer.config.conditions import PROFILE, RESUMED, STEP_LIMIT
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -207,8 +208,10 @@ class Config:
 
     @property
     def max_turns(self) -> int:
-        """environment.max_turns with null resolved."""
-        return self.environment.max_turns or declaration(self.environment.name).max_turns
+        """environment.max_turns with null resolved: the most that the environment or a part of a mixture declares."""
+        parts = declared_parts(self.environment.name, self.environment.settings)
+        turns = [declared.max_turns for _, _, declared in parts if not declared.has_parts]
+        return self.environment.max_turns or max(turns, default=Declaration().max_turns)
 
     @property
     def horizon(self) -> int:

@@ -28,6 +28,7 @@ from lockstep.rewards.resolve import MODEL
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments import make_environment
+from lockstep.rollout.environments.declaration import declaration_of, turn_by_turn
 from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.episode.episode import run_episode
@@ -222,8 +223,8 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
     notes = ["Nothing is sampled. Prompt, template, environment, tools, mask and rewards are those of the run."]
     for number, row in enumerate(rows):
         environment = environment_of(make_environment(config.environment.name, **config.environment.settings), row)
-        if isinstance(environment, RunsItself):
-            notes.append(f"Rollout {number} is left out, because its environment calls the engine itself.")
+        if isinstance(environment, RunsItself) or declaration_of(environment).driver is not turn_by_turn:
+            notes.append(f"Rollout {number} is left out, because its environment is not played turn by turn.")
             continue
         text, source = answer_of(row)
         notes.append(f"Rollout {number}: each turn of the assistant is {source}.")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from lockstep.rollout.environments import (
 from lockstep.rollout.environments.declaration import Declaration, turn_by_turn
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.trainer.config.prepared import model_command
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import outside_of
 from tests.fixtures.paths import ROOT
@@ -59,7 +61,39 @@ class Chess:
 
     async def step(self, message):
         return Step(done=True, outcome={"environment_reward": self.level})
+
+
+class Silent:
+    tools, reset, step = (), Chess.reset, Chess.step
+
+
+class Wrong(Chess):
+    declaration = {"opens": "a chess program"}
+
+
+class Locked(Chess):
+    @asynccontextmanager
+    async def closed(table, environments):
+        raise OSError("the board is taken")
+        yield
+
+    declaration = Declaration(driver=closed)
+
+
+def make_chess(**settings):
+    return Chess(**settings)
 """
+
+ENTRIES = {
+    "chess": "lockstep_chess:Chess",
+    "twice": "lockstep_chess:Chess",
+    "broken": "lockstep_broken:Chess",
+    "ends": "lockstep_ends:Chess",
+    "silent": "lockstep_chess:Silent",
+    "made": "lockstep_chess:make_chess",
+    "wrong": "lockstep_chess:Wrong",
+    "locked": "lockstep_chess:Locked",
+}
 
 
 @pytest.fixture
@@ -67,8 +101,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An installed package with an environment, and others with broken ones."""
     (tmp_path / "lockstep_chess.py").write_text(CHESS)
     (tmp_path / "lockstep_broken.py").write_text("1 / 0\n")
+    (tmp_path / "lockstep_ends.py").write_text("raise SystemExit('bye')\n")
     for name, entries in (
-        ("one", "chess = lockstep_chess:Chess\nbroken = lockstep_broken:Chess\ntwice = lockstep_chess:Chess"),
+        ("one", "\n".join(f"{name} = {place}" for name, place in ENTRIES.items())),
         ("other", "twice = lockstep_chess:Chess\ntools = lockstep_chess:Chess"),
     ):
         folder = tmp_path / f"{name}-1.0.dist-info"
@@ -77,7 +112,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / "entry_points.txt").write_text(f"[lockstep.environments]\n{entries}\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    for module in ("lockstep_chess", "lockstep_broken"):
+    for module in ("lockstep_chess", "lockstep_broken", "lockstep_ends"):
         sys.modules.pop(module, None)
 
 
@@ -126,17 +161,71 @@ async def test_an_environment_of_a_package_is_known_by_its_declaration_alone(pac
 
 
 def test_a_name_that_two_register_is_refused(package: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'twice' is registered 2 times \(lockstep_chess:Chess, lock"):
+    with pytest.raises(
+        ConfigError, match=r"'twice' is registered by .*:Chess of package one.* and .* of package other; un"
+    ):
         environment_class("twice")
-    with pytest.raises(ConfigError, match=r"'tools' is registered 2 times \(lockstep_chess:Chess, and by Lockstep\)"):
+    with pytest.raises(
+        ConfigError, match=r"'tools' .*:Chess of package other; uninstall these packages, as Lockstep has"
+    ):
         make_environment("tools")
 
 
 def test_a_package_that_cannot_be_imported_is_named(package: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'broken' .* from lockstep_broken:Chess: ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"'broken' .* from lockstep_broken:Chess of package one: ZeroDivisionError"):
         make_environment("broken")
+    with pytest.raises(ConfigError, match=r"'ends' .* from lockstep_ends:Chess of package one: SystemExit: bye"):
+        make_environment("ends")
     with pytest.raises(ConfigError, match=r"unknown environment 'ches'; expected one of .*chess"):
         make_environment("ches")
+
+
+@pytest.mark.parametrize("name", ["silent", "made"])
+def test_a_package_must_declare_what_its_environment_opens(package: Path, name: str) -> None:
+    config = Config()
+    config.environment.name = name
+    with pytest.raises(ConfigError, match=f"'{name}' is lockstep_chess:.* of package one, which declares nothing; exp"):
+        outside_of(config)
+
+
+@pytest.mark.parametrize(
+    "traits",
+    [{"reads": "sed"}, {"max_turns": "60"}, {"max_turns": 0}, {"opens": None}, {"is_deterministic": 0}, {"driver": 1}],
+    ids=str,
+)
+def test_a_trait_of_another_type_is_refused(traits: dict[str, Any], package: Path) -> None:
+    with pytest.raises(ConfigError, match=r"found Declaration\(.*\), expected "):
+        Declaration(**traits)
+    with pytest.raises(ConfigError, match=r"found Wrong\.declaration of type dict, expected declaration = Declaration"):
+        declaration("wrong")
+
+
+async def test_a_driver_that_does_not_open_is_named(package: Path) -> None:
+    make = partial(make_environment, "locked")
+    sampler = Sampler(engine=Policy(lambda prompt: ""), chat=CHAT, make_environment=make, max_turns=1, seed=0)
+    with pytest.raises(ConfigError, match=r"driver of environment Locked did not open: OSError.* the board is taken"):
+        await sampler.collect([{"seed": 7}], samples_per_prompt=1, sampling=sampling(), step=0)
+
+
+def test_a_model_is_not_looked_up_among_packages(package: Path) -> None:
+    assert model_command("models/twice") is model_command("models/broken") is None
+    assert model_command("models/chain") == "python scripts/make_demo_model.py --task chain"
+
+
+def test_packages_are_read_once_for_all_episodes(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_environment("chess")
+    monkeypatch.setattr(environments, "entry_points", lambda **group: pytest.fail("they were read again"))
+    make_environment("chess")
+
+
+def test_a_mixture_has_the_turns_of_its_longest_part(package: Path) -> None:
+    config = Config()
+    config.environment.name = "mixed"
+    inner = {"environments": {"chess": {}, "single_turn": {}}}
+    config.environment.settings = {"environments": {"mixed": inner, "calculator": {}}}
+    assert config.max_turns == 60
+    config.environment.max_turns = 2
+    assert config.max_turns == 2
 
 
 def test_the_parts_of_mixtures_are_declared_at_any_depth() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.sandbox import sandbox
-from lockstep.trainer.checks.names import reward_name_problems, sandbox_problems
+from lockstep.trainer.checks.names import environment_problems, reward_name_problems, sandbox_problems
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.config.user_code import runs_unisolated, unisolated_settings
 from tests.fixtures.composed import demo as composed
@@ -29,6 +29,45 @@ def test_only_true_turns_the_isolation_off():
     assert not runs_unisolated(composed(CODE))
     assert not runs_unisolated(composed(CODE, "+reward.settings.code_tests.unsafe=1"))
     assert not runs_unisolated(composed("reward.functions=[exact_match]", UNSAFE))
+
+
+ENVIRONMENTS = """
+from lockstep.rollout.environments.declaration import Declaration
+
+class Long:
+    declaration = Declaration(max_turns=60)
+    tools = ()
+    def __init__(self, level: int = 1): self.level = int(level) + 1
+    async def reset(self, example): ...
+    async def step(self, message): ...
+
+class Half:
+    async def reset(self, example): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("Long", "{}", "Long declares max_turns=60, which is not read from a file; set environment.max_turns=60"),
+        ("Long", "{level: high}", "with the settings {'level': 'high'} raised ValueError in line 7"),
+        ("Long", "{levels: 1}", "argument 'levels'; environment.settings are its arguments (level: int = 1)"),
+        ("Half", "{}", "environment Half has no method step, which the driver turn_by_turn calls"),
+        ("mixed", "{}", "found environments=None, expected settings by name"),
+        ("mixed", "{environments: [chain]}", "found environments=['chain'], expected settings by name"),
+        ("mixed", "{environments: {chain: null}}", "set 'environment.settings.environments.chain={}'"),
+        ("mixed", "{environments: {chain: {}}, default: [1]}", "default is [1], expected one of chain"),
+        ("agent", "{agent: 3}", "found agent=3; set environment.settings.agent=path/to/file.py:function"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_ends_in_a_sentence(
+    name: str, settings: str, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "my_env.py").write_text(ENVIRONMENTS)
+    named = f"{tmp_path}/my_env.py:{name}" if name[0].isupper() else name
+    words = (f"environment.name={named}", f"environment.settings={settings}", "environment.max_turns=null")
+    (found,) = environment_problems(composed(*words))
+    assert problem in found
 
 
 OWN = """

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from lockstep.integrations.environments.trl_rollout import by_their_function
 from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments.single_turn import SingleTurn
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
@@ -78,13 +81,18 @@ class TestPreview:
         assert any("Each rollout is a group of its own here" in note for note in notes)
         assert found.rewards == {"contains": 1.0}
 
-    async def test_rows_of_an_environment_that_calls_the_engine_are_left_out(self):
+    async def test_rows_of_an_environment_that_has_another_driver_are_left_out(self, monkeypatch):
         config = Config()
         config.environment.name, config.environment.settings = "agent", {"agent": print}
         config.reward.functions = ["exact_match"]
         rollouts, notes = await preview(config, CHAT, [DEMO_ROW, DEMO_ROW])
         assert list(rollouts) == []
-        assert "Rollout 1 is left out, because its environment calls the engine itself." in notes
+        assert "Rollout 1 is left out, because its environment is not played turn by turn." in notes
+        driven = replace(SingleTurn.declaration, driver=by_their_function)
+        monkeypatch.setattr(SingleTurn, "declaration", driven)
+        config.environment.name, config.environment.settings = "single_turn", {}
+        rollouts, _ = await preview(config, CHAT, [DEMO_ROW])
+        assert list(rollouts) == []
 
     async def test_a_prompt_that_is_too_long_ends_as_in_the_run(self):
         rollout, _ = await previewed({"prompt": "word " * 50, "answer": "4"}, max_model_len=20)
