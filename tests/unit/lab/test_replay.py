@@ -1,17 +1,30 @@
-"""Replays of a run that others wrote: its settings run no code, read no variable and name no address unasked."""
+"""Replay: what is refused and why, the step that is read, and the verdict on its numbers.
+
+A run that others wrote runs no code, reads no variable and names no address unasked. Whole replays with engines:
+tests/integration/test_replay.py.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from lockstep.lab.replay import settings_of
+from lockstep.lab.replay import _Replay, replay, saved_step, settings_of
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import VersionSpan
+from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
+from lockstep.trainer.observe.metrics_log import BATCH
+from lockstep.trainer.sft.cross_entropy import EPOCH
+from tests.fixtures.distributed import FakeRank
+from tests.unit.lab.pages.test_run_report import rollout
 
 
 @pytest.fixture
@@ -154,3 +167,118 @@ def test_a_replay_keeps_the_weights_of_rewards_and_asks_no_teacher(run: Path):
     config = settings_of(run, [], sample=False)
     assert config.reward.weight_by_name == {"exact_match": 1.0, "numeric": 0.25}
     assert config.teacher.path == str(run / "model")
+
+
+# The step that is read
+
+
+def log(run: Path, *lines: tuple[int, int | None, float | None]) -> None:
+    """Write metrics of (update, batch, epoch)."""
+    texts = [json.dumps({"step": update, BATCH: batch, EPOCH: epoch}) for update, batch, epoch in lines]
+    (run / "metrics.jsonl").write_text("\n".join(texts) + "\n")
+
+
+def save(run: Path, update: int, *, version: int = 0) -> None:
+    made = rollout(0, 1.0)
+    spans = (VersionSpan(version=version, start=0, end=2),)
+    calls = tuple(replace(call, version_spans=spans) for call in made.calls)
+    (run / "rollouts").mkdir(exist_ok=True)
+    write_rollouts(run / "rollouts" / f"step-{update:06d}.jsonl", [replace(made, calls=calls)])
+
+
+def test_the_weights_of_a_step_are_those_of_the_line_before(run: Path) -> None:
+    log(run, (2, 1, 0.25), (4, 2, None), (6, 3, 0.75))
+    for update in (2, 6):
+        save(run, update, version=0)
+    step = saved_step(run, 6)
+    assert (step.weights_update, step.num_steps, step.epoch) == (4, 2, 0.25)
+    first = saved_step(run, 2)
+    assert (first.weights_update, first.num_steps, first.epoch) == (0, 0, None)
+
+
+def test_the_weights_of_the_first_line_of_a_resumed_run_are_those_that_sampled(run: Path) -> None:
+    log(run, (6, 3, None))
+    save(run, 6, version=4)
+    assert saved_step(run, 6).weights_update == 4
+
+
+def test_a_batch_that_trained_nothing_is_not_taken_for_the_one_before(run: Path) -> None:
+    log(run, (1, 1, None), (2, 2, None), (2, 3, None))
+    save(run, 2)
+    assert saved_step(run, 2).num_steps == 1
+
+
+def test_a_step_without_rollouts_or_metrics_is_refused_with_what_was_found(run: Path) -> None:
+    log(run, (3, 1, None))
+    with pytest.raises(ConfigError, match=r"found no saved rollouts.*logger\.save_rollouts=true"):
+        saved_step(run, 3)
+    for update in (1, 3):
+        save(run, update)
+    with pytest.raises(ConfigError, match="found step-000001 to step-000003; name another --step"):
+        saved_step(run, 2)
+    with pytest.raises(ConfigError, match="no line for update 1; name another --step"):
+        saved_step(run, 1)
+    (run / "rollouts" / "step-000003.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="has no rollouts"):
+        saved_step(run, 3)
+    assert saved_step(run, 3, has_rollouts=False).rollouts == ()
+
+
+# Replays that are refused before a model is loaded
+
+
+def test_only_rollouts_of_one_version_are_sampled_again(run: Path) -> None:
+    write(run, "rollout.max_staleness=1")
+    with pytest.raises(ConfigError, match=r"sampled ahead \(rollout\.max_staleness=1\)"):
+        replay(run, step=1, sample=True, overrides=[], trusts_run=True)
+    write(run, "algorithm.trains_on=demonstrations", f"data.path={run}/talks.jsonl")
+    with pytest.raises(ConfigError, match="--sample needs a run with rollouts"):
+        replay(run, step=1, sample=True, overrides=[], trusts_run=True)
+
+
+def test_what_was_not_saved_with_a_step_is_not_replayed(run: Path) -> None:
+    log(run, (1, 1, None))
+    save(run, 1)
+    config = Config()
+    config.algorithm.advantage = "remax"
+    with pytest.raises(ConfigError, match=r"needs greedy answers, which are not saved.*algorithm\.advantage=rloo"):
+        _Replay(run, config, FakeRank()).train(saved_step(run, 1))
+    config = Config()
+    config.demonstrations.path, config.demonstrations.teacher_divergence = "talks.jsonl", "forward_kl"
+    with pytest.raises(ConfigError, match=r"teacher_divergence=off teacher\.path=null"):
+        _Replay(run, config, FakeRank()).train(saved_step(run, 1))
+
+
+def test_several_processes_do_not_sample(run: Path) -> None:
+    log(run, (1, 1, None))
+    save(run, 1)
+    with pytest.raises(ConfigError, match="--sample runs in one process"):
+        _Replay(run, Config(), FakeRank(world_size=2)).sample(saved_step(run, 1))
+
+
+# The verdict
+
+
+@pytest.mark.parametrize(
+    ("logged", "found", "equal", "passes"),
+    [
+        ({"a": 0.1, "b": 2.0}, {"a": 0.1, "b": 2.0, "c": 5.0}, "2 of 2", {True: True, False: True}),
+        ({"a": 0.1}, {"a": math.nextafter(0.1, 1)}, "0 of 1", {True: False, False: True}),
+        ({"a": None}, {"a": math.inf}, "1 of 1", {True: True, False: True}),
+        ({"a": None}, {"a": 0.0}, "0 of 1", {True: False, False: True}),
+    ],
+    ids=["equal", "one bit", "not finite", "finite now"],
+)
+def test_one_other_bit_is_a_failure_if_the_weights_are_exact(
+    logged: dict[str, float | None],
+    found: dict[str, float],
+    equal: str,
+    passes: dict[bool, bool],
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for is_exact, passed in passes.items():
+        replayed = _Replay(run, Config(), FakeRank())
+        replayed._is_exact = is_exact
+        assert replayed._compare(logged, found) is passed
+        assert f"{equal} numbers are equal bit for bit" in capsys.readouterr().out
