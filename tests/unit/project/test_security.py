@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.errors import DataError, LockstepError
-from lockstep.rollout.saved_rollouts import read_rollouts, to_json
+from lockstep.rollout.saved_rollouts import from_json, read_rollouts, to_json
 from lockstep.trainer.config.groups.outputs_settings import GatewayConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import load_rows
@@ -162,9 +162,12 @@ def test_a_saved_rollout_is_read_or_refused_by_line(tmp_path_factory, line):
     file = tmp_path_factory.mktemp("fuzz") / "step.jsonl"
     file.write_text(line.replace("\n", " "), errors="replace")
     try:
-        list(read_rollouts(file))
+        found = list(read_rollouts(file))
     except DataError as error:
         assert f"{file}:" in str(error)  # noqa: PT017
+    else:
+        for one in found:
+            assert from_json(json.loads(json.dumps(to_json(one), allow_nan=False))) == one
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,6 +176,8 @@ def test_data_rows_are_read_or_refused(tmp_path_factory, lines):
     file = tmp_path_factory.mktemp("fuzz") / "rows.jsonl"
     file.write_text("\n".join(lines), errors="replace")
     try:
-        load_rows(str(file), "train")
-    except LockstepError:
-        return
+        rows = load_rows(str(file), "train")
+    except LockstepError as error:
+        assert str(file) in str(error)  # noqa: PT017
+    else:
+        assert len(rows) == sum(bool(line.strip()) for line in lines) > 0

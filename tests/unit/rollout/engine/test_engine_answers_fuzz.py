@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.rollout.engine.engine_answers import Answer, engine_call, version_number
+from lockstep.rollout.engine.engine_answers import FIRST_LABEL, Answer, engine_call, version_number
 from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError
 from lockstep.rollout.server.client import read_json
 from lockstep.rollout.server.generate_route import encode_answer
@@ -80,17 +80,24 @@ def test_a_server_description_is_read_or_refused(reply: Any) -> None:
 @given(reply=mutated({"weight_version": "4"}) | mutated({"checksums": {"a": "b"}}) | JSON)
 def test_a_version_and_checksums_are_read_or_refused(reply: Any) -> None:
     with contextlib.suppress(EngineError):
-        version_number(read_label(reply, source="s"), source="s")
+        label = read_label(reply, source="s")
+        assert version_number(label, source="s") == (0 if label == FIRST_LABEL else int(reply["weight_version"]))
     with contextlib.suppress(EngineError):
-        read_checksums(reply, source="s")
+        found = read_checksums(reply, source="s")
+        assert found == {name: str(checksum) for name, checksum in reply["checksums"].items()}
 
 
 @settings(max_examples=100)
 @given(raw=st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
 @example(raw=b"[" * 100_000)
 def test_bytes_are_json_or_refused(raw: bytes) -> None:
-    with contextlib.suppress(EvidenceError):
-        read_json(raw, source="s")
+    try:
+        expected = json.loads(raw) if raw else None
+    except (ValueError, RecursionError):
+        with pytest.raises(EvidenceError, match=f"s answered {len(raw)} bytes that are not JSON"):
+            read_json(raw, source="s")
+    else:
+        assert repr(read_json(raw, source="s")) == repr(expected)  # NaN is not equal to itself
 
 
 @settings(max_examples=150)

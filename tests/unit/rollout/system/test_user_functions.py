@@ -25,6 +25,7 @@ def test_caches_of_imports_can_be_cleared_after_a_user_file(tmp_path: Path):
     (tmp_path / "mine.py").write_text("def score(): return 1\n")
     load_function(f"{tmp_path}/mine.py:score")
     importlib.invalidate_caches()
+    assert load_function(f"{tmp_path}/mine.py:score")() == 1
 
 
 def test_a_user_file_imports_its_own_files_before_installed_packages_also_late(

@@ -103,7 +103,8 @@ def test_what_follows_the_last_trained_token_was_not_scored(file: Path) -> None:
             for name, value in (("ids", 3), ("loss_mask", 0), ("sampling_logprobs", 0), ("versions", -1), ("turns", -1))
         },
     )
-    SavedScores.open(file).of([first, idle, longer])
+    saved = SavedScores.open(file)
+    np.testing.assert_array_equal(saved.of([first, idle, longer]).logp, saved.of([first, idle, last]).logp)
 
 
 def test_missing_damaged_and_older_files_are_refused(file: Path) -> None:
