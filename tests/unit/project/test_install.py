@@ -266,13 +266,6 @@ def test_the_message_names_what_is_missing_and_what_to_do(
     assert not (machine.venv / ".lockstep-installed").exists()
 
 
-def test_an_environment_is_made_once_the_venv_module_is_there(machine: Machine) -> None:
-    (machine.root / "no-venv").touch()
-    assert machine.install().returncode == 1
-    (machine.root / "no-venv").unlink()
-    assert machine.install().returncode == 0
-
-
 def test_a_newer_python_beside_an_old_python3_is_found(machine: Machine) -> None:
     (machine.bin / "python3").rename(machine.bin / "python3.12")
     machine.add("python3", OLD_PYTHON)
