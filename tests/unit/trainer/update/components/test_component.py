@@ -15,9 +15,9 @@ from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.policy import Policy
-from lockstep.trainer.sft.cross_entropy import CrossEntropyTerm
 from lockstep.trainer.update.batch_dumps import read_given, write_dump
-from lockstep.trainer.update.components import TokenSet
+from lockstep.trainer.update.components.component import TokenSet
+from lockstep.trainer.update.components.demonstrations_component import demonstrations_component
 from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
@@ -50,7 +50,7 @@ class Given:
         return self.batch
 
     def token_set(self, batch: StepBatch, *, update: int, routers: Any) -> TokenSet:
-        term = CrossEntropyTerm(name=self.name, weight=WEIGHT, num_tokens=batch.layout.num_tokens)
+        term = demonstrations_component(self.name, weight=WEIGHT, num_tokens=batch.layout.num_tokens)
         return TokenSet(batch=batch, rows=range(len(batch.rows)), terms=[term], temperature=self.temperature)
 
 
