@@ -4,8 +4,6 @@
 
     N   trained tokens of the step's rows, on all ranks
     α   demonstrations.teacher_share; 0 without a divergence
-
-Dimensions: _T trained tokens of a microbatch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Routers of the policy in a forward pass: their outputs, the load of the experts, and flipped routes.
-
-Dense models have no routers, and nothing is computed for them. The load is always counted; it costs no pass.
+"""Routers of the policy in a forward pass, none in dense models: their outputs, and the load of the experts.
 
 Dimensions: see trainer/objective/load_balance.py; _N trained tokens of the step.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,17 +149,17 @@ def test_each_optimizer_step_draws_rows_and_a_dump_holds_them(
 
 
 def test_a_token_set_weights_and_divides_each_term_and_adds_those_of_the_policy_loss() -> None:
-    """The third is on its own, and the last one is measured."""
+    """The third is on its own, and the last one is measured, although it is not finite."""
     outputs, by_rollout = outputs_of(loss_batch()), lambda loss_T, rollout_T: (loss_T * (1 + rollout_T)).sum()
 
-    def share(_: object) -> Share:
-        return Share(loss_T=outputs.logp_T, sums={"one": torch.ones(())})
+    def share(_: object, factor: float = 1.0) -> Share:
+        return Share(loss_T=factor * outputs.logp_T, sums={"one": torch.ones(())})
 
     terms = [
         Term(name="a", weight=2.0, num_tokens=6, normalized=by_rollout, share=share, in_policy_loss=True),
         Term(name="b", weight=-0.5, num_tokens=6, normalized=by_rollout, share=share, in_policy_loss=True),
         Term(name="c", weight=3.0, num_tokens=6, normalized=mean_over(4), share=share),
-        Term(name="d", weight=0.0, num_tokens=6, normalized=by_rollout, share=share, in_policy_loss=True),
+        Term(name="d", weight=0.0, num_tokens=6, normalized=mean_over(4), share=partial(share, factor=torch.nan)),
     ]
     tokens = TokenSet(batch=loss_batch(), rows=range(3), terms=terms)
     loss, sums = tokens.share(outputs)
