@@ -94,7 +94,7 @@ class OptimizerStep:
             # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
             packs.append((token_sets[0], ()))
         budget = self._scorer.budget
-        sums = StepSums([one for tokens in token_sets for one in (tokens, *tokens.terms)])
+        sums = StepSums([one for tokens in token_sets for one in (*tokens.terms, tokens)])
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         for number, (tokens, pack) in enumerate(packs):
             packed = self._scorer.packed(tokens.batch, pack)

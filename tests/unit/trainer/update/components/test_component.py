@@ -16,6 +16,7 @@ from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs
 from lockstep.trainer.update.batch_dumps import read_given, write_dump
 from lockstep.trainer.update.components.component import Share, Term, TokenSet, mean_over
 from lockstep.trainer.update.components.demonstrations_component import demonstrations_component
@@ -170,3 +171,19 @@ def test_a_token_set_weights_and_divides_each_term_and_adds_those_of_the_policy_
     value = float(of_policy.detach())
     expected = {"policy/loss": value, "loss/policy": value, "loss/policy_weight": 1.0, "loss/policy_tokens": 6.0}
     assert tokens.metrics(sums[tokens]) == pytest.approx(expected)
+
+
+def test_a_loss_that_reports_names_of_the_trainer_does_not_replace_them(policy: Policy, batch: StepBatch) -> None:
+    made = config()
+    targets, names = good(batch, made), ("policy/loss", "loss/policy", "policy/entropy")
+    _, expected = updated(policy, batch, made, targets, [])
+    updater = Updater(policy, FakeRank(policy), made)
+    plain = updater.loss.function
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        found = plain(inputs)
+        return replace(found, metrics={**found.metrics, **dict.fromkeys(names, torch.full((), 9.0))})
+
+    updater.loss.function = loss
+    metrics = updater.update(batch, targets).metrics
+    assert {name: metrics[name] for name in names} == {name: expected[name] for name in names}
