@@ -1,9 +1,10 @@
 """Demonstrations as components of the loss, on rows of their own: their cross-entropy, and a divergence from a teacher.
 
     loss = w · ((1 − α) · Σ_t −log π(token t) + α · Σ_t D(π, π_teacher)_t) / N
-
     N   trained tokens of the step's rows, on all ranks
     α   demonstrations.teacher_share; 0 without a divergence
+
+The losses are in trainer/update/components/.
 """
 
 from __future__ import annotations
