@@ -17,8 +17,8 @@ Left out here, with the reason, and the place in the library:
   nothing is clipped (trainer/update/updater.py).
 * The saving of a forward pass: if nothing needs π_old earlier, the first pass of the update gives its logprobs
   (trainer/credit/old_policy.py).
-* Critic, KL from a reference, teacher, entropy bonus, router losses: GRPO needs none of them. Each is one more term
-  (trainer/credit/, trainer/score/reference.py, trainer/engines/teacher.py, trainer/update/policy_component.py).
+* Critic, KL from a reference, teacher, entropy bonus, router losses: GRPO needs none of them. Each is one more
+  component (trainer/update/components/), from trainer/credit/, trainer/score/reference.py, trainer/engines/teacher.py.
 * Masks, for truncated rollouts and rejected tokens: here every sampled token is trained (trainer/credit/correction.py).
 * Other prompts in place of groups with equal rewards, which teach nothing (trainer/collect/source.py), and sampling
   during the update (trainer/collect/async_source.py).

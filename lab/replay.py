@@ -56,7 +56,7 @@ from lockstep.trainer.observe.metrics_log import BATCH, read_metrics
 from lockstep.trainer.run.assembly import make_sync
 from lockstep.trainer.run.library_logs import quiet_third_parties
 from lockstep.trainer.score.reference import make_reference
-from lockstep.trainer.sft.cross_entropy import EPOCH, Demonstrations
+from lockstep.trainer.sft.demonstration_rows import EPOCH, Demonstrations
 from lockstep.trainer.sft.sft_trainer import SftTrainer
 from lockstep.trainer.step import Trainer
 from lockstep.trainer.update.batch_dumps import read_attempt, read_dump, read_given

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.sft.cross_entropy import EPOCH
+from lockstep.trainer.sft.demonstration_rows import EPOCH
 from tests.integration.test_replay_run import replay
 from tests.integration.test_run import demo, train  # noqa: F401  # `demo` is a fixture
 from tests.integration.test_sft_runs import settings  # noqa: F401  # a fixture

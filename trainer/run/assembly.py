@@ -43,7 +43,7 @@ from lockstep.trainer.model.start_checks.rounding import marked_layers, rounding
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.run.library_logs import ThirdPartyLog
 from lockstep.trainer.score.reference import make_reference
-from lockstep.trainer.sft.cross_entropy import Demonstrations, tokenized
+from lockstep.trainer.sft.demonstration_rows import Demonstrations, tokenized
 from lockstep.trainer.sft.sft_trainer import HeldoutDemonstrations, SftTrainer
 from lockstep.trainer.step import Trainer
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer

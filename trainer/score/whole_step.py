@@ -1,12 +1,12 @@
-"""Values that a policy loss takes from all tokens of an optimizer step: masks by rank, covariances, sequence
-weights and ratios.
+"""The configured policy loss, with the values that it takes from all tokens of an optimizer step: masks by rank,
+covariances, sequence weights and ratios.
 
 Dimensions: `_N` trained tokens of the rollout batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,19 +18,20 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.old_policy import FromUpdate, Recomputed
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.objective.declare import PolicyLoss
-from lockstep.trainer.objective.losses.inputs import StepInputs
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs, StepInputs
 from lockstep.trainer.score.scorer import Scorer
 
 
-class WholeStep:
-    """`PolicyLoss.step_values` of the configured loss."""
+class ConfiguredLoss:
+    """A policy loss with its settings."""
 
     def __init__(self, loss: PolicyLoss, config: Config) -> None:
         self._name, self._seed = config.algorithm.loss, config.seed
-        self._function = loss.whole_step(config.algorithm)
+        self.function: Callable[[LossInputs], LossOutputs] = loss.configured(config.algorithm)
+        self._whole_step = loss.whole_step(config.algorithm)
         self._needs_entropy, self._has_ratio_alone = loss.needs_entropy, loss.step_values is None
 
-    def values(
+    def step_values(
         self,
         scorer: Scorer,
         batch: StepBatch,
@@ -54,7 +55,7 @@ class WholeStep:
             TrainingError: a value has another shape, or is not finite although the logprobs are. If they are not, the
                 loss is not finite either, and the guard skips the update.
         """
-        if self._function is None:
+        if self._whole_step is None:
             return {}
         entropy_N = None
         if self._needs_entropy:
@@ -79,7 +80,7 @@ class WholeStep:
             seed=int(np.random.SeedSequence([self._seed, update]).generate_state(1)[0]),
             entropy_N=None if entropy_N is None else entropy_N[kept],
         )
-        found = self._function(inputs)
+        found = self._whole_step(inputs)
         is_finite = bool(inputs.logp_N.isfinite().all())
         return {name: self._checked(name, value, inputs, is_finite, kept, logp_N) for name, value in found.items()}
 

@@ -20,7 +20,7 @@ from lockstep.trainer.evaluate.evaluator import Evaluation
 from lockstep.trainer.observe.metrics_log import BATCH
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.score.scorer import Scorer
-from lockstep.trainer.sft.cross_entropy import Demonstrations, batch_of, shared
+from lockstep.trainer.sft.demonstration_rows import Demonstrations, batch_of, shared
 from lockstep.trainer.stopwatch import Stopwatch
 from lockstep.trainer.update.updater import Updater
 

@@ -60,7 +60,7 @@ from lockstep.trainer.observe.trackers.view import program
 from lockstep.trainer.observe.transcript import conversation
 from lockstep.trainer.run.assembly import choose, show_memory_plan, show_scale
 from lockstep.trainer.run.library_logs import quiet_third_parties
-from lockstep.trainer.sft.cross_entropy import Demonstrations, tokenized
+from lockstep.trainer.sft.demonstration_rows import Demonstrations, tokenized
 
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.score.scorer import Scorer
-from lockstep.trainer.update.components import Outputs, Term, TokenSet
-from lockstep.trainer.update.router_loss import RouterLoss
+from lockstep.trainer.update.components.component import Outputs, Sums, TokenSet
+from lockstep.trainer.update.routers import Routers
 from lockstep.trainer.update.step_sums import StepSums
 from lockstep.trainer.update.update_guard import Judgment, UpdateGuard
 
@@ -44,7 +44,7 @@ class OptimizerStep:
         distributed: Distributed,
         scorer: Scorer,
         *,
-        routers: RouterLoss,
+        routers: Routers,
         guard: UpdateGuard,
         has_critic: bool,
     ) -> None:
@@ -94,7 +94,7 @@ class OptimizerStep:
             # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
             packs.append((token_sets[0], ()))
         budget = self._scorer.budget
-        sums = StepSums([term for tokens in token_sets for term in tokens.terms])
+        sums = StepSums([one for tokens in token_sets for one in (*tokens.terms, tokens)])
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         for number, (tokens, pack) in enumerate(packs):
             packed = self._scorer.packed(tokens.batch, pack)
@@ -112,19 +112,8 @@ class OptimizerStep:
         metrics = plans[0].metrics() | {"perf/microbatches": float(sum(plan.num_microbatches for plan in plans))}
         return sums, metrics
 
-    def _loss(self, tokens: TokenSet, packed: PackedBatch) -> tuple[Tensor, Tensor, dict[Term, Mapping[str, Tensor]]]:
-        """Return this microbatch's share of the step's loss, its logprobs, and its sums."""
-        outputs = self._forward(tokens, packed)
-        # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
-        loss = 0.0 * (outputs.logp_T.sum() + outputs.values_T.sum())
-        sums: dict[Term, Mapping[str, Tensor]] = {}
-        for term in tokens.terms:
-            share = term.share(outputs)
-            loss = loss + share.loss
-            sums[term] = share.sums
-        return loss, outputs.logp_T, sums
-
-    def _forward(self, tokens: TokenSet, packed: PackedBatch) -> Outputs:
+    def _loss(self, tokens: TokenSet, packed: PackedBatch) -> tuple[Tensor, Tensor, Sums]:
+        """Return this microbatch's share of the step's loss, the logprobs of all its tokens, and its sums."""
         arguments = {name: value for term in tokens.terms for name, value in term.arguments(packed).items()}
         if self._has_critic:
             arguments["with_values"] = True
@@ -133,11 +122,21 @@ class OptimizerStep:
                 packed, temperature=tokens.temperature, with_entropy=True, **arguments
             )
         values_T = others.pop(0) if self._has_critic else torch.zeros_like(logp_T)
-        return Outputs(
-            packed=packed,
-            logp_T=logp_T,
-            entropy_T=entropy_T,
-            values_T=values_T,
-            others=tuple(others),
+        index_T, kept = packed.token_index_T, slice(None)
+        if tokens.keep_N is not None:
+            indices = tokens.keep_N[index_T].nonzero().squeeze(1)  # on the host, where the size of the result is known
+            index_T, kept = index_T[indices], indices.to(logp_T.device)
+        outputs = Outputs(
+            index_T=index_T,
+            rollout_T=packed.rollout_T[kept],
+            position_T=packed.target_index_T[kept],
+            sampling_logp_T=packed.sampling_logprobs_T[kept],
+            logp_T=logp_T[kept],
+            entropy_T=entropy_T[kept],
+            values_T=values_T[kept],
+            others=tuple(other[kept] for other in others),
             routers=records,
         )
+        loss, sums = tokens.share(outputs)
+        # A pack without trained tokens still runs backward, through zeros: its rank takes part in every collective.
+        return 0.0 * (logp_T.sum() + values_T.sum()) + loss, logp_T, sums

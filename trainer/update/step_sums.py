@@ -19,25 +19,22 @@ from torch import Tensor
 
 from lockstep.rollout.errors import TrainingError
 from lockstep.trainer.distributed.distributed import Distributed, RanksDiffer
-from lockstep.trainer.update.components import Term
-
-Totals = Mapping[Term, Mapping[str, Tensor]]
-"""Sums by term and name."""
+from lockstep.trainer.update.components.component import Reporter, Sums
 
 
 class StepSums:
     """Sums by term and name, on the device, in float64."""
 
-    def __init__(self, terms: Sequence[Term]) -> None:
-        """terms: of all token sets, in the same order on every rank."""
-        self._sums: dict[Term, dict[str, Tensor]] = {term: {} for term in terms}
+    def __init__(self, terms: Sequence[Reporter]) -> None:
+        """terms: all token sets and their terms, in the same order on every rank."""
+        self._sums: dict[Reporter, dict[str, Tensor]] = {term: {} for term in terms}
         self._numbers = {term: number for number, term in enumerate(self._sums)}
         self._microbatches: Counter[int] = Counter()
         """Microbatches by number of the term."""
         self._reported: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
         """Microbatches that reported a name with a shape, by number of the term, name and shape."""
 
-    def add(self, term: Term, sums: Mapping[str, Tensor]) -> None:
+    def add(self, term: Reporter, sums: Mapping[str, Tensor]) -> None:
         """Add the sums of one microbatch."""
         number, own = self._numbers[term], self._sums[term]
         self._microbatches[number] += 1
@@ -63,12 +60,12 @@ class StepSums:
             raise TrainingError(_gap([own] * distributed.world_size))
         return norm
 
-    def total(self, distributed: Distributed) -> Totals:
+    def total(self, distributed: Distributed) -> Sums:
         """Return float64 sums over ranks, on the host; a collective, after `gradient_norm`."""
         entries = list(self._entries())
         flat = torch.cat([torch.zeros(0).double(), *(value.reshape(-1).cpu() for *_, value in entries)])
         parts = distributed.sum(flat).split([value.numel() for *_, value in entries])
-        totals: dict[Term, dict[str, Tensor]] = {term: {} for term in self._sums}
+        totals: dict[Reporter, dict[str, Tensor]] = {term: {} for term in self._sums}
         for (term, name, value), part in zip(entries, parts, strict=True):
             totals[term][name] = part.view(value.shape)
         return totals
@@ -80,7 +77,7 @@ class StepSums:
             for (number, name, shape), count in sorted(self._reported.items())
         }
 
-    def _entries(self) -> Iterator[tuple[Term, str, Tensor]]:
+    def _entries(self) -> Iterator[tuple[Reporter, str, Tensor]]:
         """Yield all sums in an order on which all ranks agree."""
         for term, of_term in self._sums.items():
             for name in sorted(of_term):

@@ -18,15 +18,17 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.start_checks.rounding import rounding_errors
+from lockstep.trainer.objective.own.lookup import policy_loss_named
+from lockstep.trainer.objective.per_rollout import rollout_count
 from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.score.whole_step import ConfiguredLoss
 from lockstep.trainer.update.batch_dumps import Attempt
-from lockstep.trainer.update.components import GivenRows, OnRollouts, RolloutStep, TokenSet
+from lockstep.trainer.update.components.component import GivenRows, RolloutStep, TokenSet
+from lockstep.trainer.update.components.table import rollout_terms
 from lockstep.trainer.update.entropy_control import EntropyControl
 from lockstep.trainer.update.optimizer_step import OptimizerStep, Stepped
-from lockstep.trainer.update.policy_component import PolicyComponent
-from lockstep.trainer.update.router_loss import RouterLoss
+from lockstep.trainer.update.routers import Routers
 from lockstep.trainer.update.schedule import learning_rate
-from lockstep.trainer.update.teacher_divergence import TeacherDivergence
 from lockstep.trainer.update.update_guard import UpdateGuard
 
 
@@ -49,10 +51,9 @@ class Updater:
         distributed: Distributed,
         config: Config,
         *,
-        on_rollouts: Sequence[OnRollouts] = (),
         given: Sequence[GivenRows] = (),
     ) -> None:
-        """on_rollouts: components beside the policy loss. given: components with rows of their own."""
+        """given: components with rows of their own."""
         self._module = module
         self._distributed = distributed
         self._config = config
@@ -63,10 +64,8 @@ class Updater:
             token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
         )
-        self._routers = RouterLoss(module, self.scorer, config)
-        self.policy = PolicyComponent(config, self.scorer, self._routers)
-        of_teacher = [TeacherDivergence(config.algorithm)] if config.algorithm.teacher_divergence != "off" else []
-        self._on_rollouts = (self.policy, *of_teacher, *on_rollouts)
+        self._routers = Routers(module, self.scorer, config)
+        self.loss = ConfiguredLoss(policy_loss_named(config.algorithm.loss), config)
         self.given = given
         self.num_updates = 0
         """Number of optimizer steps done; the version of the weights."""
@@ -138,8 +137,13 @@ class Updater:
         components = () if critic_only else self.given  # they train the policy
         drawn = {one.name: one.draw() for one in components} if given is None else given
         step = RolloutStep(
+            config=self._config,
+            loss=self.loss,
+            scorer=self.scorer,
+            routers=self._routers,
             batch=batch,
             targets=targets,
+            tokens_S=rollout_count(batch.rollout_N[targets.keep_N], batch.num_rollouts),
             rollouts=rollouts,
             rows=rows,
             is_first=is_first,
@@ -149,8 +153,9 @@ class Updater:
         on_rollouts = TokenSet(
             batch=batch,
             rows=rows,
-            terms=[component.term(step) for component in self._on_rollouts],
+            terms=rollout_terms(step),
             temperature=self._config.rollout.temperature,
+            keep_N=targets.keep_N,
             seen_N=seen_N,
         )
         others = [one.token_set(drawn[one.name], update=self.num_updates, routers=None) for one in components]

@@ -26,7 +26,7 @@ from lockstep.trainer.credit.old_policy import Recomputed
 from lockstep.trainer.credit.targets import Logprobs, rollout_targets
 from lockstep.trainer.data.demonstrations import Demonstration, Tokenized
 from lockstep.trainer.model.policy import Policy
-from lockstep.trainer.sft.cross_entropy import Demonstrations
+from lockstep.trainer.sft.demonstration_rows import Demonstrations
 from lockstep.trainer.update.updater import Updater
 from tests.fixtures.adapted import perturb_adapters
 from tests.fixtures.models import VOCAB_SIZE

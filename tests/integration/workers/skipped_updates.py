@@ -58,7 +58,7 @@ def main(model_dir: str, directory: str) -> None:
     batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
     old = Recomputed(updater.scorer.score(batch))
     targets, _ = rollout_targets(batch, Logprobs(old=old), StepCorrection.of(batch, old, config.correction), config)
-    plain_loss = updater.policy.loss
+    plain_loss = updater.loss.function
 
     def update(*, loss_factor: float = 1.0, gradient_factor: float = 1.0) -> Mapping[str, float]:
         def loss(inputs: LossInputs) -> LossOutputs:
@@ -67,7 +67,7 @@ def main(model_dir: str, directory: str) -> None:
                 return outputs
             return replace(outputs, loss_T=Amplified.apply(outputs.loss_T * loss_factor, gradient_factor))
 
-        updater.policy.loss = loss
+        updater.loss.function = loss
         return updater.update(batch, targets).metrics
 
     def parameters() -> torch.Tensor:

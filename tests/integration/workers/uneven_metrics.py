@@ -40,7 +40,7 @@ def main(model_dir: str, directory: str) -> None:
     batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
     old = Recomputed(updater.scorer.score(batch))
     targets, _ = rollout_targets(batch, Logprobs(old=old), StepCorrection.of(batch, old, config.correction), config)
-    plain_loss = updater.policy.loss
+    plain_loss = updater.loss.function
     calls = 0
 
     def update(is_reported: Callable[[int], bool]) -> dict[str, float]:
@@ -54,7 +54,7 @@ def main(model_dir: str, directory: str) -> None:
             own = {"policy/mine": inputs.logp_T.detach().sum()} if is_reported(calls) else {}
             return replace(outputs, metrics={**outputs.metrics, **own})
 
-        updater.policy.loss = loss
+        updater.loss.function = loss
         return dict(updater.update(batch, targets).metrics)
 
     def sentence(is_reported: Callable[[int], bool]) -> str:

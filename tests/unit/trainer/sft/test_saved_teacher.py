@@ -20,7 +20,7 @@ from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.demonstrations import Demonstration, Tokenized
 from lockstep.trainer.sft import saved_teacher
-from lockstep.trainer.sft.cross_entropy import batch_of
+from lockstep.trainer.sft.demonstration_rows import batch_of
 from lockstep.trainer.sft.saved_teacher import SavedTeacher
 from tests.fixtures.distributed import FakeRank, on_ranks
 from tests.fixtures.teachers import made_up_scores

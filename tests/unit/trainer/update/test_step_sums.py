@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,25 +9,18 @@ import torch
 from torch import Tensor
 
 from lockstep.rollout.errors import TrainingError
-from lockstep.trainer.update.components import Outputs, Share
-from lockstep.trainer.update.step_sums import StepSums, Totals
+from lockstep.trainer.update.components.component import Share, Sums, Term, mean_over
+from lockstep.trainer.update.step_sums import StepSums
 from tests.fixtures.distributed import FakeRank, on_ranks
 
 
-class Silent:
-    """A term that is only a key."""
-
-    def arguments(self, packed: Any) -> Mapping[str, Any]:
-        return {}
-
-    def share(self, outputs: Outputs) -> Share:
-        raise NotImplementedError
-
-    def metrics(self, totals: Mapping[str, Tensor]) -> Mapping[str, float]:
-        return {}
+def silent() -> Term:
+    """Return a term that is only a key."""
+    nothing = Share(loss_T=None)
+    return Term(name="silent", weight=1.0, num_tokens=1, normalized=mean_over(1), share=lambda outputs: nothing)
 
 
-def summed(rank: FakeRank, terms: list[Silent], microbatches: list[dict[str, Tensor]]) -> Totals:
+def summed(rank: FakeRank, terms: list[Term], microbatches: list[dict[str, Tensor]]) -> Sums:
     with_gradient(rank)
     sums = StepSums(terms)
     for one in microbatches:
@@ -48,9 +40,9 @@ def tensors(**values: float | list[float]) -> dict[str, Tensor]:
 
 
 def test_sums_of_each_term_add_up_over_microbatches_and_ranks_in_any_order_of_names() -> None:
-    terms = [Silent(), Silent()]
+    terms = [silent(), silent()]
 
-    def work(rank: FakeRank) -> Totals:
+    def work(rank: FakeRank) -> Sums:
         one = tensors(loss=1.0 + rank.rank, load=[1.0, 2.0])
         other = dict(reversed(tensors(loss=0.5, load=[10.0, 20.0]).items()))
         return summed(rank, terms, [one, other] if rank.rank else [other, one])
@@ -80,7 +72,7 @@ def test_every_rank_names_the_sum_that_is_not_reported_everywhere(
 ) -> None:
     def work(rank: FakeRank) -> str:
         with pytest.raises(TrainingError, match=sentence) as caught:
-            summed(rank, [Silent()], [tensors(**one) for one in of_ranks[rank.rank]])
+            summed(rank, [silent()], [tensors(**one) for one in of_ranks[rank.rank]])
         return str(caught.value)
 
     first, second = on_ranks(2, work)
@@ -88,7 +80,7 @@ def test_every_rank_names_the_sum_that_is_not_reported_everywhere(
 
 
 def test_a_name_of_one_term_does_not_stand_for_that_of_another() -> None:
-    terms = [Silent(), Silent()]
+    terms = [silent(), silent()]
 
     def work(rank: FakeRank) -> None:
         with_gradient(rank)
@@ -103,4 +95,4 @@ def test_a_name_of_one_term_does_not_stand_for_that_of_another() -> None:
 
 def test_one_rank_alone_refuses_names_that_differ_between_its_microbatches() -> None:
     with pytest.raises(TrainingError, match="'x' in some microbatches of rank 0; expected"):
-        summed(FakeRank(), [Silent()], [tensors(x=1.0), {}])
+        summed(FakeRank(), [silent()], [tensors(x=1.0), {}])

@@ -19,7 +19,7 @@ from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.objective.distillation.divergence import divergence
-from lockstep.trainer.sft.cross_entropy import Demonstrations, refuse_long
+from lockstep.trainer.sft.demonstration_rows import Demonstrations, refuse_long
 from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank, flat_gradient, on_ranks
 from tests.fixtures.models import VOCAB_SIZE, tiny_qwen3
@@ -80,10 +80,7 @@ def test_the_weight_follows_its_schedule_over_the_updates(trains_on: str, schedu
     settings.weight, settings.final_weight, settings.weight_schedule = 0.4, 0.1, schedule
     demonstrations = Demonstrations(made, FakeRank(), [fixed_demonstrations()])
     batch = demonstrations.draw()
-    found = [
-        demonstrations.token_set(batch, update=update, routers=None).terms[0].weight  # type: ignore[attr-defined]
-        for update in (0, 5, 9)
-    ]
+    found = [demonstrations.token_set(batch, update=update, routers=None).terms[0].weight for update in (0, 5, 9)]
     assert found == pytest.approx(weights)
 
 
@@ -173,7 +170,7 @@ def test_beside_rollouts_both_losses_follow_the_schedule() -> None:
     demonstrations = taught(FakeRank(), trains_on="rollouts", weight=0.4, weight_schedule="linear", teacher_share=0.75)
     batch = demonstrations.draw()
     terms = [demonstrations.token_set(batch, update=update, routers=None).terms for update in (0, 5)]
-    weights = [[term.weight for term in both] for both in terms]  # type: ignore[attr-defined]
+    weights = [[term.weight for term in both] for both in terms]
     assert weights == [pytest.approx([0.1, 0.3]), pytest.approx([0.05, 0.15])]
 
 

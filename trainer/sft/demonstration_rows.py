@@ -1,27 +1,23 @@
 """Demonstrations as components of the loss, on rows of their own: their cross-entropy, and a divergence from a teacher.
 
     loss = w · ((1 − α) · Σ_t −log π(token t) + α · Σ_t D(π, π_teacher)_t) / N
-
     N   trained tokens of the step's rows, on all ranks
     α   demonstrations.teacher_share; 0 without a divergence
 
-Dimensions: _T trained tokens of a microbatch.
+The losses are in trainer/update/components/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import DataError
-from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 from lockstep.trainer.build import vocab_size_of
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
@@ -31,51 +27,16 @@ from lockstep.trainer.data.prompts import Prompts
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.teacher import Teacher
 from lockstep.trainer.sft.saved_teacher import SavedTeacher
-from lockstep.trainer.update.components import Outputs, Share, Term, TokenSet, component_metrics
-from lockstep.trainer.update.router_loss import RouterLoss, RouterStep
+from lockstep.trainer.update.components.component import TokenSet
+from lockstep.trainer.update.components.demonstrations_component import demonstrations_component
+from lockstep.trainer.update.components.router_component import router_term
+from lockstep.trainer.update.components.teacher_component import divergence_term
+from lockstep.trainer.update.routers import Routers
 from lockstep.trainer.update.schedule import component_weight
-from lockstep.trainer.update.teacher_divergence import DivergenceTerm, scores_of
 
 NAME = "demonstrations"
-DIVERGENCE_NAME = "demonstrations_teacher"
 EPOCH = "data/demonstrations_epoch"
 """Metric: passes over the demonstrations."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CrossEntropyTerm:
-    """Cross-entropy of all trained tokens of a token set, in one optimizer step."""
-
-    name: str
-    weight: float
-    num_tokens: int
-    """N of the module docstring."""
-    routers: RouterStep | None = None
-    """Losses about the routers on the same tokens, not weighted; None: none."""
-
-    def arguments(self, packed: PackedBatch) -> Mapping[str, Any]:
-        return {}
-
-    def share(self, outputs: Outputs) -> Share:
-        cross_entropy = -outputs.logp_T.sum()
-        loss = self.weight * cross_entropy / max(self.num_tokens, 1)
-        sums = {
-            f"loss/{self.name}": cross_entropy.detach(),
-            f"loss/{self.name}_entropy": outputs.entropy_T.detach().sum(),
-        }
-        if self.routers is not None:
-            router = self.routers.share(outputs.routers, outputs.packed.target_index_T)
-            loss = loss if router.loss is None else loss + router.loss
-            sums |= router.sums
-        return Share(loss=loss, sums=sums)
-
-    def metrics(self, totals: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Return means over the trained tokens."""
-        means = {name: float(total) / max(self.num_tokens, 1) for name, total in totals.items() if total.ndim == 0}
-        loss = means[f"loss/{self.name}"]
-        of_routers = {} if self.routers is None else self.routers.metrics(totals)
-        common = component_metrics(self.name, loss=loss, weight=self.weight, num_tokens=self.num_tokens)
-        return {**means, **common, **of_routers}
 
 
 class Demonstrations:
@@ -156,33 +117,20 @@ class Demonstrations:
         with stage("data"):
             return shared(batch, self._distributed)
 
-    def token_set(self, batch: StepBatch, *, update: int, routers: RouterLoss | None) -> TokenSet:
+    def token_set(self, batch: StepBatch, *, update: int, routers: Routers | None) -> TokenSet:
         """Return rows from `draw` with their terms."""
         settings, algorithm = self._config.demonstrations, self._config.algorithm
         rows, num_tokens = range(len(batch.rows)), batch.layout.num_tokens
-        every_N = torch.ones(num_tokens, dtype=torch.bool)
         weight = self._weight(update)
         share = 0.0 if settings.teacher_divergence == "off" else settings.teacher_share
-        terms: list[Term] = [
-            CrossEntropyTerm(
-                name=NAME,
-                weight=weight * (1 - share),
-                num_tokens=num_tokens,
-                routers=None if routers is None else routers.opened(batch, rows, every_N, num_tokens),
-            )
-        ]
+        terms = [demonstrations_component(NAME, weight=weight * (1 - share), num_tokens=num_tokens)]
         if share:
-            terms.append(
-                DivergenceTerm(
-                    name=DIVERGENCE_NAME,
-                    kind=settings.teacher_divergence,
-                    beta=algorithm.teacher_divergence_beta,
-                    weight=weight * share,
-                    keep_N=every_N,
-                    scores=scores_of(batch),
-                    num_tokens=num_tokens,
-                )
-            )
+            kind, beta = settings.teacher_divergence, algorithm.teacher_divergence_beta
+            more = {"kind": kind, "beta": beta, "weight": weight * share, "num_tokens": num_tokens}
+            terms.append(divergence_term("demonstrations_teacher", batch, **more))
+        if routers is not None:
+            every_N = torch.ones(num_tokens, dtype=torch.bool)
+            terms.append(router_term(routers, batch, rows, every_N, num_tokens))
         return TokenSet(batch=batch, rows=rows, terms=terms)
 
     def metrics(self) -> dict[str, float]:

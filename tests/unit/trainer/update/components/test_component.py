@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.policy import Policy
-from lockstep.trainer.sft.cross_entropy import CrossEntropyTerm
+from lockstep.trainer.objective.losses.inputs import LossInputs, LossOutputs
 from lockstep.trainer.update.batch_dumps import read_given, write_dump
-from lockstep.trainer.update.components import TokenSet
+from lockstep.trainer.update.components.component import Share, Term, TokenSet, mean_over
+from lockstep.trainer.update.components.demonstrations_component import demonstrations_component
 from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
+from tests.fixtures.loss_steps import loss_batch, outputs_of
 from tests.fixtures.models import tiny_qwen3
 from tests.unit.trainer.update.test_updater import (
     close,
@@ -50,7 +53,7 @@ class Given:
         return self.batch
 
     def token_set(self, batch: StepBatch, *, update: int, routers: Any) -> TokenSet:
-        term = CrossEntropyTerm(name=self.name, weight=WEIGHT, num_tokens=batch.layout.num_tokens)
+        term = demonstrations_component(self.name, weight=WEIGHT, num_tokens=batch.layout.num_tokens)
         return TokenSet(batch=batch, rows=range(len(batch.rows)), terms=[term], temperature=self.temperature)
 
 
@@ -144,3 +147,43 @@ def test_each_optimizer_step_draws_rows_and_a_dump_holds_them(
     for row, expected in zip(read[1].rows, given.batch.rows, strict=True):
         np.testing.assert_array_equal(row.ids, expected.ids)
         np.testing.assert_array_equal(row.loss_mask, expected.loss_mask)
+
+
+def test_a_token_set_weights_and_divides_each_term_and_adds_those_of_the_policy_loss() -> None:
+    """The third is on its own, and the last one is measured, although it is not finite."""
+    outputs, by_rollout = outputs_of(loss_batch()), lambda loss_T, rollout_T: (loss_T * (1 + rollout_T)).sum()
+
+    def share(_: object, factor: float = 1.0) -> Share:
+        return Share(loss_T=factor * outputs.logp_T, sums={"one": torch.ones(())})
+
+    terms = [
+        Term(name="a", weight=2.0, num_tokens=6, normalized=by_rollout, share=share, in_policy_loss=True),
+        Term(name="b", weight=-0.5, num_tokens=6, normalized=by_rollout, share=share, in_policy_loss=True),
+        Term(name="c", weight=3.0, num_tokens=6, normalized=mean_over(4), share=share),
+        Term(name="d", weight=0.0, num_tokens=6, normalized=mean_over(4), share=partial(share, factor=torch.nan)),
+    ]
+    tokens = TokenSet(batch=loss_batch(), rows=range(3), terms=terms)
+    loss, sums = tokens.share(outputs)
+    of_policy = 1.5 * (outputs.logp_T * (1 + outputs.rollout_T)).sum()
+    torch.testing.assert_close(loss, of_policy + 3.0 * outputs.logp_T.sum() / 4)
+    torch.testing.assert_close(sums[tokens]["policy/loss"], of_policy.detach())
+    assert all(sums[term]["one"] == 1 for term in terms)
+    value = float(of_policy.detach())
+    expected = {"policy/loss": value, "loss/policy": value, "loss/policy_weight": 1.0, "loss/policy_tokens": 6.0}
+    assert tokens.metrics(sums[tokens]) == pytest.approx(expected)
+
+
+def test_a_loss_that_reports_names_of_the_trainer_does_not_replace_them(policy: Policy, batch: StepBatch) -> None:
+    made = config()
+    targets, names = good(batch, made), ("policy/loss", "loss/policy", "policy/entropy")
+    _, expected = updated(policy, batch, made, targets, [])
+    updater = Updater(policy, FakeRank(policy), made)
+    plain = updater.loss.function
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        found = plain(inputs)
+        return replace(found, metrics={**found.metrics, **dict.fromkeys(names, torch.full((), 9.0))})
+
+    updater.loss.function = loss
+    metrics = updater.update(batch, targets).metrics
+    assert {name: metrics[name] for name in names} == {name: expected[name] for name in names}

@@ -1,0 +1,1 @@
+"""Components of the loss of an optimizer step, one file each; `table.py` names them."""

@@ -1,0 +1,20 @@
+"""The value loss of the critic as a component."""
+
+from __future__ import annotations
+
+from lockstep.trainer.objective.value_loss import clipped_value_loss
+from lockstep.trainer.update.components.component import Outputs, RolloutStep, Share, Term
+
+
+def value_component(step: RolloutStep) -> Term | None:
+    """Return the term of an optimizer step; None without a critic."""
+    algorithm, credit, returns_N = step.config.algorithm, step.targets.credit, step.targets.returns_N
+    if credit is None or returns_N is None:
+        return None
+
+    def share(outputs: Outputs) -> Share:
+        old_values_T, returns_T = outputs.at(credit.values_N), outputs.at(returns_N)
+        found = clipped_value_loss(outputs.values_T, old_values_T, returns_T, clip=algorithm.value_clip)
+        return Share(loss_T=found.loss_T, sums=found.metrics)
+
+    return step.term("value", share, weight=algorithm.value_coef)
