@@ -17,7 +17,7 @@ from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.errors import SyncError
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import LongRow
+from lockstep.rollout.weights.canary import CanarySettings, LongRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.batch.packing import collate, whole_row
 from lockstep.trainer.model.policy import Policy
@@ -82,7 +82,7 @@ def synced(policy: Policy, engine: EmbeddedEngine) -> Iterator[WeightSync]:
     row = reach(policy.causal_lm.config, longest=CONTEXT - 1, device_type="cpu", budget=CONTEXT)
     long = LongRow(tokens=row.tokens, distances=row.passed, score_disturbed=disturbed)
     sync = WeightSync(
-        module=policy.model, engines=[engine], score_canary=score, long_row=long, deadline_s=60
+        module=policy.model, engines=[engine], score_canary=score, canary=CanarySettings(long=long), deadline_s=60
     )
     try:
         yield sync
