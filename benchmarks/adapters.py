@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lockstep.rollout.engine.adapters import A, AdapterSettings, B
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.source import ZeroSource
@@ -112,13 +113,15 @@ def held_scores(path: Path, sent: dict[str, torch.Tensor], rows: list[tuple[list
 @contextmanager
 def engine_of(path: Path, loop: BackgroundLoop, log: Path, *, adapters: bool) -> Iterator[EmbeddedEngine]:
     engine = EmbeddedEngine(
-        path,
+        EngineSettings(
+            model=path,
+            dtype="bfloat16",
+            max_model_len=CONTEXT,
+            kv_cache_gib=0.25,
+            adapters=AdapterSettings(max_rank=RANK) if adapters else None,
+        ),
         loop=loop,
         log_path=log,
-        dtype="bfloat16",
-        max_model_len=CONTEXT,
-        kv_cache_gib=0.25,
-        adapters=AdapterSettings(max_rank=RANK) if adapters else None,
     )
     try:
         yield engine

@@ -33,6 +33,7 @@ from harness.results import argument_parser, report
 from harness.workloads import ROOT, WORKLOADS
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling, SyncedEngine
 from lockstep.rollout.server.server_engine import GENERATE, ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -118,12 +119,9 @@ def main() -> None:
     me = psutil.Process()
     with tempfile.TemporaryDirectory() as logs, BackgroundLoop() as loop:
         embedded = EmbeddedEngine(
-            workload.model_path,
+            EngineSettings(model=workload.model_path, max_model_len=CONTEXT, kv_cache_gib=KV_CACHE_GIB, num_threads=1),
             loop=loop,
             log_path=Path(logs) / "engine.log",
-            max_model_len=CONTEXT,
-            kv_cache_gib=KV_CACHE_GIB,
-            num_threads=1,
         )
         own_engine = me.children(recursive=True)
         with server(workload.model_path, key, Path(logs) / "server.log") as (url, front):

@@ -46,6 +46,7 @@ from torch import Tensor
 from lockstep.rewards.composition import make_reward_set
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment
 from lockstep.rollout.records import Rollout
@@ -109,12 +110,9 @@ def read_questions(path: Path) -> list[dict[str, Any]]:
 def start_engine(model_dir: Path, loop: BackgroundLoop, log_path: Path) -> EmbeddedEngine:
     """Start vLLM. It computes in float32, as the trainer does: then the two differ by the order of their sums only."""
     return EmbeddedEngine(
-        model_dir,
+        EngineSettings(model=model_dir, dtype="float32", max_model_len=CONTEXT, kv_cache_gib=0.25),
         loop=loop,  # engine and episodes share one event loop, in a thread of its own
         log_path=log_path,
-        dtype="float32",
-        max_model_len=CONTEXT,
-        kv_cache_gib=0.25,
     )
 
 

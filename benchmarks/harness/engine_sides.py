@@ -25,6 +25,7 @@ from harness.turns import Turn
 from harness.workloads import WORKLOADS, Workload
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.episode.conversation import request_seed
@@ -90,12 +91,14 @@ def vllm_side(workload: Workload, chat: Chat) -> Batch:
 
 def start(workload: Workload, loop: BackgroundLoop, directory: str) -> EmbeddedEngine:
     return EmbeddedEngine(
-        workload.model_path,
+        EngineSettings(
+            model=workload.model_path,
+            max_model_len=workload.max_model_len,
+            kv_cache_gib=KV_CACHE_GIB,
+            max_num_seqs=MAX_NUM_SEQS,
+        ),
         loop=loop,
         log_path=Path(directory) / "engine.log",
-        max_model_len=workload.max_model_len,
-        kv_cache_gib=KV_CACHE_GIB,
-        max_num_seqs=MAX_NUM_SEQS,
     )
 
 

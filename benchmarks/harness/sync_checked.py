@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from harness.models import small_qwen3
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.sync import WeightSync
@@ -58,12 +59,9 @@ def main() -> None:
             model.save_pretrained(directory)
             engines = [
                 EmbeddedEngine(
-                    directory,
+                    EngineSettings(model=directory, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.125, num_threads=1),
                     loop=loop,
                     log_path=Path(directory) / "engine.log",
-                    max_model_len=MAX_MODEL_LEN,
-                    kv_cache_gib=0.125,
-                    num_threads=1,
                 )
             ]
         settings = {"stage": 3, "stage3_param_persistence_threshold": 0}

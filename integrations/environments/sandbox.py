@@ -17,6 +17,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from lockstep.integrations.sandbox.sandbox_settings import SHOWN, SandboxSettings
@@ -25,7 +26,7 @@ from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, EnvironmentFault, SandboxError
 from lockstep.rollout.records import Message
-from lockstep.rollout.sandbox.execution import Ended, Execution, Language, Limits, Sandbox
+from lockstep.rollout.sandbox.execution import Ended, Execution, Language, Sandbox
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = WeakKeyDictionary()
 
@@ -38,39 +39,20 @@ class SandboxEnvironment(ToolEnvironment):
     def __init__(
         self,
         *,
-        sandbox: str = "local",
         tools: Sequence[str] = ("python", "shell"),
-        timeout_s: float = 10.0,
         episode_timeout_s: float = 120.0,
-        memory_mib: int = 512,
-        file_mib: int = 16,
-        disk_mib: int = 64,
-        processes: int = 16,
-        open_files: int = 64,
-        output_bytes: int = 4096,
         max_concurrent: int = 64,
-        unsafe: bool | None = None,
-        image: str | None = None,
-        docker_program: str | None = None,
-        url: str | None = None,
-        token_env: str | None = None,
         prompt_column: str | None = None,
         system_prompt: str | None = None,
+        **sandbox: Any,
     ):
-        """sandbox, unsafe, image, docker_program, url, token_env: of `SandboxSettings`. tools: those that are offered.
+        """tools: those that are offered. episode_timeout_s: of all calls of an episode together. max_concurrent:
+        sandboxes at once; other episodes wait with their first call. sandbox: arguments of `SandboxSettings.of`.
 
-        timeout_s, memory_mib, file_mib, disk_mib, processes, open_files, output_bytes: `Limits` of one call;
-        output_bytes is what the model reads of each output. episode_timeout_s: of all calls of an episode together.
-        max_concurrent: sandboxes at once; other episodes wait with their first call.
         Raises `ConfigError`: a setting is wrong.
         """
-        try:
-            limits = Limits(
-                timeout_s=timeout_s, memory_mib=memory_mib, file_mib=file_mib, disk_mib=disk_mib, processes=processes,
-                open_files=open_files, output_bytes=output_bytes,
-            )  # fmt: skip
-        except ConfigError as error:
-            raise ConfigError(f"environment {error}; set it under {SHOWN}") from error
+        self._settings = SandboxSettings.of(**sandbox)
+        limits = self._settings.limits
         names = tuple(Language)
         if isinstance(tools, str) or not tools or any(name not in names for name in tools):
             raise ConfigError(
@@ -79,15 +61,11 @@ class SandboxEnvironment(ToolEnvironment):
         is_number = isinstance(episode_timeout_s, int | float) and not isinstance(episode_timeout_s, bool)
         if not is_number or not episode_timeout_s >= limits.timeout_s:
             raise ConfigError(
-                f"{SHOWN}.episode_timeout_s={episode_timeout_s!r} must be at least timeout_s={timeout_s}, the time of "
-                f"one call; set {SHOWN}.episode_timeout_s={12 * timeout_s:g}"
+                f"{SHOWN}.episode_timeout_s={episode_timeout_s!r} must be at least timeout_s="
+                f"{limits.timeout_s}, the time of one call; set {SHOWN}.episode_timeout_s={12 * limits.timeout_s:g}"
             )
         if not isinstance(max_concurrent, int) or max_concurrent < 1:
             raise ConfigError(f"{SHOWN}.max_concurrent={max_concurrent!r} must be an integer from 1 on; leave it out")
-        self._settings = SandboxSettings(
-            sandbox=sandbox, unsafe=unsafe, image=image, docker_program=docker_program, url=url, token_env=token_env,
-            limits=limits,
-        )  # fmt: skip
         self._languages = tuple(Language(name) for name in dict.fromkeys(tools))
         self._timeout_s, self._left_s, self._episode_timeout_s = limits.timeout_s, episode_timeout_s, episode_timeout_s
         self._max_concurrent = max_concurrent
@@ -99,7 +77,7 @@ class SandboxEnvironment(ToolEnvironment):
         # The sandbox has deadlines of its own, and calls wait for each other; `output_bytes` limits results.
         super().__init__(
             [{Language.PYTHON: self.python, Language.SHELL: self.shell}[language] for language in self._languages],
-            tool_timeout_s=math.inf, max_result_chars=2 * output_bytes + 500, prompt_column=prompt_column,
+            tool_timeout_s=math.inf, max_result_chars=2 * limits.output_bytes + 500, prompt_column=prompt_column,
             system_prompt=system_prompt,
         )  # fmt: skip
 

@@ -32,8 +32,7 @@ from typing import Any, SupportsFloat
 
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.rollout.chat.chat import Chat
-from lockstep.rollout.engine.protocol import Engine, Sampling
+from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments.declaration import Declaration, RunEpisode, Table
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.episode.contract import read_facts
@@ -58,8 +57,7 @@ async def by_their_function(table: Table, environments: Sequence[Any]) -> AsyncI
     """Play functions that sample with `Trainer.generate`, with a copy of the tokenizer, whose settings they change."""
     yield partial(
         run_trl_episode,
-        engine=table.engine,
-        chat=table.chat,
+        table=table,
         tokenizer=await asyncio.to_thread(copy.deepcopy, table.chat.tokenizer),
         slots={type(one): asyncio.Semaphore(one.max_concurrent) for one in environments},
     )
@@ -182,8 +180,7 @@ class Trainer:
 
 async def run_trl_episode(
     *,
-    engine: Engine,
-    chat: Chat,
+    table: Table,
     tokenizer: PreTrainedTokenizerFast,
     slots: Mapping[type, asyncio.Semaphore],
     environment: TRLRollout,
@@ -204,7 +201,7 @@ async def run_trl_episode(
     Raises `EngineError` if the engine failed.
     """
     prompt, messages = environment.prompt(example)
-    record = CallRecord(engine=engine, chat=chat, sampling=sampling, seed=seed, max_calls=lambda: max_turns)
+    record = CallRecord(engine=table.engine, chat=table.chat, sampling=sampling, seed=seed, max_calls=lambda: max_turns)
     trainer = Trainer(record, tokenizer, sampling, seed=seed)
     try:
         async with slots[type(environment)]:
@@ -229,7 +226,7 @@ async def run_trl_episode(
         rollout_id=rollout_id,
         group_id=group_id,
         calls=calls,
-        messages=(*messages, *(chat.parse(call.sampled_ids, (), prompt_ids=call.prompt_ids) for call in calls)),
+        messages=(*messages, *(table.chat.parse(call.sampled_ids, (), prompt_ids=call.prompt_ids) for call in calls)),
         call_messages=tuple(range(len(messages), len(messages) + len(calls))),
         example=example,
         status=status,

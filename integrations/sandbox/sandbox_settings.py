@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lockstep.integrations.sandbox.containers import container_enclosure, container_problem
 from lockstep.integrations.sandbox.remote_sandbox import RemoteSandbox
@@ -39,6 +40,21 @@ class SandboxSettings:
     token_env: str | None = None
     """Environment variable with the service's token."""
     limits: Limits
+
+    @classmethod
+    def of(cls, *, timeout_s: float = 10.0, output_bytes: int = 4096, **settings: Any) -> SandboxSettings:
+        """Return the settings, which hold the `Limits` of one call by their names. output_bytes: what the model reads
+        of each output.
+
+        Raises `ConfigError` if one is wrong, and `TypeError` for an unknown one.
+        """
+        names = {field.name for field in fields(Limits)} & settings.keys()
+        limits = {name: settings.pop(name) for name in names}
+        try:
+            checked = Limits(timeout_s=timeout_s, output_bytes=output_bytes, **limits)
+        except ConfigError as error:
+            raise ConfigError(f"environment {error}; set it under {SHOWN}") from error
+        return cls(limits=checked, **settings)
 
     def __post_init__(self) -> None:
         if self.sandbox not in KINDS:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from lockstep.rollout.engine.adapters import AdapterSettings
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import GROUPS
 
@@ -25,35 +25,27 @@ CPU_SCHEMES = ("fp8_per_channel",)
 """Those for which its CPU build has kernels."""
 
 
-def engine_arguments(
-    path: str | Path,
-    *,
-    is_cpu: bool,
-    dtype: str,
-    max_model_len: int | None,
-    trust_remote_code: bool,
-    adapters: AdapterSettings | None = None,
-    quantization: str | None = None,
-) -> dict[str, Any]:
-    """Return vLLM's engine arguments for this device and the model at `path`, a directory or hub id.
+def engine_arguments(settings: EngineSettings, *, is_cpu: bool) -> dict[str, Any]:
+    """Return vLLM's engine arguments for this device and the settings' model.
 
     Raises `ConfigError` if vLLM needs a package for the model that is not installed, computes it in another way, or
     cannot quantize it on this device.
     """
+    path, dtype, context = settings.model, settings.dtype, settings.vllm_context
     arguments: dict[str, Any]
     if is_cpu:
         arguments = {
             # A partial prefill of a request with a seed kills the CPU worker, so a whole prompt must fit one step.
-            "max_num_batched_tokens": None if max_model_len is None else max(max_model_len, BATCH_TOKENS),
+            "max_num_batched_tokens": None if context is None else max(context, BATCH_TOKENS),
             "enable_chunked_prefill": False,
             # vLLM's 128 would compute most of a prompt again for each sample of its group: whole blocks are shared.
             "block_size": CPU_BLOCK_TOKENS,
         }
     else:
         arguments = {"max_num_batched_tokens": BATCH_TOKENS}
-    if adapters is not None:
-        arguments |= adapters.arguments()
-    if quantization is not None:
+    if settings.adapters is not None:
+        arguments |= settings.adapters.arguments()
+    if (quantization := settings.quantization) is not None:
         if is_cpu and (quantization not in CPU_SCHEMES or dtype != "bfloat16"):
             raise ConfigError(
                 f"rollout.quantization={quantization} with model.dtype={dtype}: on a CPU vLLM quantizes bfloat16 "
@@ -66,7 +58,7 @@ def engine_arguments(
         # The trainer's logits are float32. Logits of 16 to 32 have steps of 0.125 in bfloat16.
         overrides["head_dtype"] = "float32"
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError):  # vLLM reads it again, and says what is wrong
         config = PreTrainedConfig()
     text = config.get_text_config()
@@ -148,12 +140,12 @@ def _as_transformers(path: str | Path, text: PreTrainedConfig, *, is_cpu: bool) 
     return overrides
 
 
-def engine_variables(*, is_cpu: bool, batch_invariant: bool) -> dict[str, str]:
+def engine_variables(settings: EngineSettings, *, is_cpu: bool) -> dict[str, str]:
     """Return environment variables of an engine's processes that change what it computes.
 
     Raises `ConfigError` for batch invariance on a CPU.
     """
-    if not batch_invariant:
+    if not settings.batch_invariant:
         return {}
     if is_cpu:
         raise ConfigError(

@@ -43,6 +43,7 @@ from lockstep.rollout.engine.engine_answers import (
     single_version,
     version_number,
 )
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from lockstep.rollout.engine.protocol import POLICY
 from lockstep.rollout.engine.token_scores import TokenScores, token_scores
@@ -84,111 +85,56 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        model_path: str | Path,
+        settings: EngineSettings,
         *,
         loop: BackgroundLoop,
         log_path: str | Path,
         name: str = "the embedded engine",
-        dtype: str = "float32",
-        max_model_len: int | None = None,
-        context: int | None = None,
-        kv_cache_gib: float | None = None,
-        max_num_seqs: int = 256,
-        seed: int = 0,
-        weight_transfer_backend: str = "gloo",
-        request_timeout_s: float = 600.0,
-        start_timeout_s: float = 600.0,
-        num_threads: int | None = None,
-        compile_on_cpu: bool = False,
-        gpu_memory_utilization: float = 0.5,
-        trust_remote_code: bool = False,
-        local_place: tuple[int, int] | None = None,
-        return_routes: bool = False,
-        adapters: AdapterSettings | None = None,
-        quantization: str | None = None,
-        batch_invariant: bool = False,
     ) -> None:
         """Load the model, as version 0, and wait until the engine can sample.
 
-        Args:
-            model_path: checkpoint directory or hub name; no tokenizer is needed.
-            log_path: file to which vLLM and its processes append.
-            max_model_len: longest prompt plus completion, in tokens; None: the model's own limit.
-            context: vLLM's context where it is longer, in tokens; `score` takes up to one id less. None: max_model_len.
-            kv_cache_gib: memory of the KV cache; None on a GPU: what `gpu_memory_utilization` leaves.
-            seed: for requests without one.
-            weight_transfer_backend: gloo, cuda_ipc or nccl.
-            request_timeout_s: limit of one request, including its wait in the queue.
-            num_threads: compute threads on CPU; None: the CPUs of this process minus one, or this engine's share.
-            compile_on_cpu: compile the model: up to a minute, less with cached files. On a GPU vLLM always compiles.
-            gpu_memory_utilization: share of the GPU's memory; ignored on CPU.
-            local_place: (index, number) among the processes of this machine that each start an engine: selects the GPU
-                of that index and enables sleep, or on CPU selects a share of the cores. None: the only engine.
-            return_routes: prepare for `Sampling.with_routes`; of a mixture of experts.
-            adapters: keep the weights on disk, and sample with the adapter that weight updates bring; None: updates
-                replace the weights.
-            quantization: scheme of `ONLINE_SCHEMES`, by which weights are quantized whenever they arrive.
-            batch_invariant: compute each request as if it were alone in its batch; on GPUs, where vLLM can.
-
-        Raises:
-            EngineError: vLLM could not load the model, or not in time.
+        log_path: file to which vLLM and its processes append. Raises `EngineError`: vLLM could not load the model, or
+        not in time.
         """
         self.name, self.loop, self.log_path = name, loop, Path(log_path)
-        self.weight_transfer_backend = weight_transfer_backend
-        self._request_timeout_s = request_timeout_s
+        self.weight_transfer_backend = settings.weight_transfer_backend
+        self._request_timeout_s = settings.request_timeout_s
         self._request_ids = itertools.count()
         self._admits = asyncio.Event()
         """Unset from a pause that drains or aborts until the engine resumes: vLLM 0.33 refuses requests meanwhile."""
         self._admits.set()
         is_cpu = not torch.cuda.is_available()
-        eager = is_cpu and not compile_on_cpu
-        if is_cpu and compile_on_cpu:
+        eager = is_cpu and not settings.compile_on_cpu
+        if is_cpu and settings.compile_on_cpu:
             _check_compiler()
-        if num_threads is None:
-            cores = len(os.sched_getaffinity(0))
-            num_threads = max(1, cores - 1 if local_place is None else cores // local_place[1])
-        self._variables = _environment_variables(
-            is_cpu=is_cpu,
-            eager=eager,
-            num_threads=num_threads,
-            start_timeout_s=start_timeout_s,
-            local_place=local_place,
-        ) | engine_variables(is_cpu=is_cpu, batch_invariant=batch_invariant)
-        context = max_model_len if context is None else context
+        self._variables = _environment_variables(settings, is_cpu=is_cpu) | engine_variables(settings, is_cpu=is_cpu)
+        cache_gib = settings.kv_cache_gib
         self._args: dict[str, Any] = {
-            "model": str(model_path),
-            "dtype": dtype,
-            "max_model_len": context,
-            "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-            "max_num_seqs": max_num_seqs,
-            **engine_arguments(
-                model_path,
-                is_cpu=is_cpu,
-                dtype=dtype,
-                max_model_len=context,
-                trust_remote_code=trust_remote_code,
-                adapters=adapters,
-                quantization=quantization,
-            ),
-            "seed": seed,
+            "model": str(settings.model),
+            "dtype": settings.dtype,
+            "max_model_len": settings.vllm_context,
+            "kv_cache_memory_bytes": None if cache_gib is None else int(cache_gib * 2**30),
+            "max_num_seqs": settings.max_num_seqs,
+            **engine_arguments(settings, is_cpu=is_cpu),
+            "seed": settings.seed,
             "enforce_eager": eager,
-            "gpu_memory_utilization": gpu_memory_utilization,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
             "distributed_executor_backend": "uni",
             "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": {"backend": weight_transfer_backend},
+            "weight_transfer_config": {"backend": settings.weight_transfer_backend},
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "scheduler_cls": SCHEDULER,
-            "trust_remote_code": trust_remote_code,
-            "enable_return_routed_experts": return_routes,
-            "enable_sleep_mode": local_place is not None and not is_cpu,
+            "trust_remote_code": settings.trust_remote_code,
+            "enable_return_routed_experts": settings.return_routes,
+            "enable_sleep_mode": settings.local_place is not None and not is_cpu,
         }
-        self._adapters = adapters
-        self._quantization = quantization
+        self._adapters = settings.adapters
+        self._quantization = settings.quantization
         self._llm: AsyncLLM | None = None
         self._launch()
         self._context = self.llm.model_config.max_model_len
-        self.max_model_len = self._context if max_model_len is None else max_model_len
+        self.max_model_len = self._context if settings.max_model_len is None else settings.max_model_len
         self.vocab_size = self.llm.model_config.get_vocab_size()
         self.dtype = self.llm.model_config.dtype
 
@@ -434,27 +380,29 @@ class EmbeddedEngine:
         )
 
 
-def _environment_variables(
-    *, is_cpu: bool, eager: bool, num_threads: int, start_timeout_s: float, local_place: tuple[int, int] | None
-) -> dict[str, str]:
+def _environment_variables(settings: EngineSettings, *, is_cpu: bool) -> dict[str, str]:
     """Return the environment variables of vLLM and its processes."""
     variables = {
         CHILD_ENV: "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(start_timeout_s)),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(settings.start_timeout_s)),
     }
+    place, num_threads = settings.local_place, settings.num_threads
+    if num_threads is None:
+        cores = len(os.sched_getaffinity(0))
+        num_threads = max(1, cores - 1 if place is None else cores // place[1])
     if is_cpu:
         variables |= {
             # Keeps the in-process executor on CPU, which saves a process and an import of vLLM.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "OMP_NUM_THREADS": str(num_threads),
             # Eager mode still compiles single functions at the first request, which takes 4 to 18 s.
-            "TORCHDYNAMO_DISABLE": str(int(eager)),
+            "TORCHDYNAMO_DISABLE": str(int(not settings.compile_on_cpu)),
         }
-    if local_place is None:
+    if place is None:
         return variables
     # Its own GPU or cores for each local engine; vLLM would give all of them the first.
-    index, number = local_place
+    index, number = place
     if is_cpu:
         cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
         own = ",".join(cores[index::number] or cores[index % len(cores) :][:1])

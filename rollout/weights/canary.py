@@ -65,6 +65,23 @@ class LongRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CanarySettings:
+    """Rows and limits of a canary."""
+
+    threshold: float | None = None
+    """Largest accepted |Δ log π| of both rows; None: by dtype, rounding and quantization."""
+    share: float = 1.0
+    """A canary is scored when the last one cost at most this share of the time since. 1: always. The long row is scored
+    when it cost at most LONG_SHARE and this share."""
+    long: LongRow | None = None
+    """None: only the short row is scored."""
+
+
+SHORT_ROW = CanarySettings()
+"""A canary with the short row after each sync."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Medians:
     """Medians of |Δ log π| over the stretches of the long row, of one engine [nats]."""
 
@@ -130,8 +147,7 @@ class Canary:
         score: the trainer's scores.
         dtype, vocab_size: of the engines.
         is_quantized: True for quantized engines, whose own first difference is the measure of later ones.
-        threshold: largest accepted |Δ log π| of both rows; None: by dtype, rounding and quantization.
-        long: the long row; None: only the short one is scored.
+        settings: rows and limits.
     """
 
     def __init__(
@@ -141,9 +157,9 @@ class Canary:
         dtype: torch.dtype,
         vocab_size: int,
         is_quantized: bool = False,
-        threshold: float | None = None,
-        long: LongRow | None = None,
+        settings: CanarySettings = SHORT_ROW,
     ) -> None:
+        threshold, long = settings.threshold, settings.long
         self._score = score
         self._dtype = dtype
         self._ids = canary_ids(vocab_size)

@@ -33,7 +33,7 @@ from lockstep.rollout.errors import ConfigError, EngineError, RankLostError, Syn
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
 from lockstep.rollout.system.device_memory import release_cached_memory
-from lockstep.rollout.weights.canary import Canary, CanaryResult, Expected, LongRow, Pace, ScoreCanary
+from lockstep.rollout.weights.canary import SHORT_ROW, Canary, CanaryResult, CanarySettings, Expected, Pace, ScoreCanary
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lockstep.rollout.weights.gloo.wire import Receivers
 
 LONG_SHARE = 0.01
-"""Largest share of the time for canaries with the long row, where `canary_share` is not smaller."""
+"""Largest share of the time for canaries with the long row, where `CanarySettings.share` is not smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +98,7 @@ class WeightSync:
         module: the trained module in its wrappers (see `ZeroSource`).
         engines: this rank's engines; none on ranks that only take part in the gather.
         score_canary: the trainer's scores; None: no canary (the version is still checked).
-        canary_threshold, long_row: `threshold` and `long` of `Canary`.
-        canary_share: a canary is scored when the last one cost at most this share of the time since. 1: always. The
-            long row is scored when it cost at most LONG_SHARE and this share.
+        canary: its rows and limits.
         pause_mode: treatment of requests in flight: wait, keep or abort.
         bucket_bytes: size of a gather or message.
         deadline_s: limit of every phase, after which every rank raises.
@@ -115,9 +113,7 @@ class WeightSync:
         module: nn.Module,
         engines: Sequence[SyncedEngine] = (),
         score_canary: ScoreCanary | None = None,
-        canary_threshold: float | None = None,
-        long_row: LongRow | None = None,
-        canary_share: float = 1.0,
+        canary: CanarySettings = SHORT_ROW,
         pause_mode: str = "wait",
         bucket_bytes: int = 512 * 2**20,
         deadline_s: float = 300.0,
@@ -126,7 +122,7 @@ class WeightSync:
     ) -> None:
         self._deadline_s = deadline_s
         self._pause_mode = pause_mode
-        self._canary_share = canary_share
+        self._canary_share = canary.share
         self._pace, self._long_pace = Pace(), Pace()
         self._sleep_level = sleep_level
         self._is_asleep = False
@@ -147,8 +143,7 @@ class WeightSync:
             dtype=dtype,
             vocab_size=vocab_size,
             is_quantized=self.quantization is not None,
-            threshold=canary_threshold,
-            long=long_row,
+            settings=canary,
         )
         self._sends_adapters = takes_adapters
 
@@ -469,10 +464,10 @@ def _describe_error(error: Exception, deadline_s: float) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-EngineSettings = tuple[str, torch.dtype, int, bool, str | None]
+EngineTraits = tuple[str, torch.dtype, int, bool, str | None]
 
 
-def _common_settings(engines: Sequence[tuple[str, EngineSettings]]) -> EngineSettings:
+def _common_settings(engines: Sequence[tuple[str, EngineTraits]]) -> EngineTraits:
     """Return the settings of all engines. Raises `SyncError` if they differ. engines: names and settings."""
     if not engines:
         raise SyncError("weight sync: no rank has an engine")

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import EngineCall
-from lockstep.rollout.weights.canary import CANARY_THRESHOLD, Canary, LongRow
+from lockstep.rollout.weights.canary import CANARY_THRESHOLD, Canary, CanarySettings, LongRow
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
 from lockstep.rollout.weights.source import ZeroSource
@@ -133,7 +133,7 @@ def _long_row(served: Served) -> float:
     dtype = getattr(torch, subject.dtype)
     error = rounding_of(dtype, subject.device)
     row = LongRow(tokens=subject.max_model_len - 1, score_disturbed=partial(served.scores, error=error))
-    canary = Canary(served.scores, dtype=dtype, vocab_size=engine.vocab_size, long=row)
+    canary = Canary(served.scores, dtype=dtype, vocab_size=engine.vocab_size, settings=CanarySettings(long=row))
     engines = ControlPlane([engine], 120, is_staged=True)
     medians = canary.compare(engines, canary.expected(is_long=True))[engine.name].long
     assert medians is not None

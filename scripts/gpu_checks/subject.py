@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import EngineCall
@@ -111,21 +112,23 @@ class Subject:
     def engine(self, arguments: dict[str, Any] | None = None, **settings: Any) -> Iterator[EmbeddedEngine]:
         """Start an engine and close it afterwards.
 
-        arguments: vLLM's engine arguments to replace; settings: those of `EmbeddedEngine`.
+        arguments: vLLM's engine arguments to replace; settings: `EngineSettings`.
         """
         with BackgroundLoop() as loop:
             engine = _ChangedEngine(
-                settings.pop("path", self.saved),
+                EngineSettings(
+                    model=settings.pop("path", self.saved),
+                    dtype=self.dtype,
+                    max_model_len=self.max_model_len,
+                    kv_cache_gib=self.pick(4.0, 0.0625),
+                    gpu_memory_utilization=ENGINE_SHARE,
+                    num_threads=1,
+                    weight_transfer_backend=self.pick("cuda_ipc", "gloo"),
+                    **settings,
+                ),
                 changes=arguments or {},
                 loop=loop,
                 log_path=self.directory / "engine.log",
-                dtype=self.dtype,
-                max_model_len=self.max_model_len,
-                kv_cache_gib=self.pick(4.0, 0.0625),
-                gpu_memory_utilization=ENGINE_SHARE,
-                num_threads=1,
-                weight_transfer_backend=self.pick("cuda_ipc", "gloo"),
-                **settings,
             )
             (self.directory / "engine_settings.txt").write_text(str(engine.llm.vllm_config), encoding="utf-8")
             try:

@@ -12,6 +12,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.records import EngineCall
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -75,13 +76,15 @@ def serve(directory: Path, *, tied: bool, **settings: Any) -> Iterator[Served]:
     with BackgroundLoop() as loop:
         with forks_for_spawns():
             engine = EmbeddedEngine(
-                save_tiny_model(directory / "model", tied=tied),
+                EngineSettings(
+                    model=save_tiny_model(directory / "model", tied=tied),
+                    max_model_len=320,
+                    kv_cache_gib=0.0625,
+                    num_threads=1,
+                    **settings,
+                ),
                 loop=loop,
                 log_path=directory / "engine.log",
-                max_model_len=320,
-                kv_cache_gib=0.0625,
-                num_threads=1,
-                **settings,
             )
         model = tiny_qwen3(tied=tied)
         sync = WeightSync(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.models import save_tiny_model
@@ -16,12 +17,11 @@ def main(directory: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a trainer that finishes its update on Ctrl-C
     loop = BackgroundLoop()
     engine = EmbeddedEngine(
-        save_tiny_model(directory / "model", tied=True),
+        EngineSettings(
+            model=save_tiny_model(directory / "model", tied=True), max_model_len=64, kv_cache_gib=0.0625, num_threads=1
+        ),
         loop=loop,
         log_path=directory / "engine.log",
-        max_model_len=64,
-        kv_cache_gib=0.0625,
-        num_threads=1,
     )
     print("ready", flush=True)
     for _ in sys.stdin:

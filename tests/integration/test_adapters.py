@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import BASE, Sampling
 from lockstep.rollout.errors import EngineError, SyncError
 from lockstep.rollout.records import EngineCall
@@ -71,13 +72,15 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     with BackgroundLoop() as loop:
         with forks_for_spawns():
             engine = EmbeddedEngine(
-                save_tiny_model(directory / "model", tied=True),
+                EngineSettings(
+                    model=save_tiny_model(directory / "model", tied=True),
+                    max_model_len=320,
+                    kv_cache_gib=0.0625,
+                    num_threads=1,
+                    adapters=AdapterSettings(max_rank=3, others=(("other", str(directory / "other")),)),
+                ),
                 loop=loop,
                 log_path=directory / "engine.log",
-                max_model_len=320,
-                kv_cache_gib=0.0625,
-                num_threads=1,
-                adapters=AdapterSettings(max_rank=3, others=(("other", str(directory / "other")),)),
             )
         model = with_lora(tiny_qwen3(tied=True))
         sync = WeightSync(
@@ -213,13 +216,15 @@ def test_an_adapter_of_another_model_stops_the_start(tmp_path: Path, changes: di
     other.save_pretrained(str(tmp_path / "other"))
     with BackgroundLoop() as loop, forks_for_spawns(), pytest.raises(EngineError, match=message):
         EmbeddedEngine(
-            save_tiny_model(tmp_path / "model", tied=True),
+            EngineSettings(
+                model=save_tiny_model(tmp_path / "model", tied=True),
+                max_model_len=320,
+                kv_cache_gib=0.0625,
+                num_threads=1,
+                adapters=AdapterSettings(max_rank=3, others=(("other", str(tmp_path / "other")),)),
+            ),
             loop=loop,
             log_path=tmp_path / "engine.log",
-            max_model_len=320,
-            kv_cache_gib=0.0625,
-            num_threads=1,
-            adapters=AdapterSettings(max_rank=3, others=(("other", str(tmp_path / "other")),)),
         )
 
 

@@ -20,6 +20,7 @@ from lockstep.demo.warm_start import MIDDLING
 from lockstep.rewards.composition import make_reward_set
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.records import RolloutStatus
@@ -91,12 +92,9 @@ def test_rollouts_in_vllm_earn_what_the_warm_start_measured(demo, tmp_path):
     sampling = Sampling(max_tokens=48, stop_token_ids=chat.stop_token_ids)
     with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine(
-            demo.model_dir,
+            EngineSettings(model=demo.model_dir, max_model_len=256, kv_cache_gib=0.0625, num_threads=1),
             loop=loop,
             log_path=tmp_path / "engine.log",
-            max_model_len=256,
-            kv_cache_gib=0.0625,
-            num_threads=1,
         )
         try:
             sampler = Sampler(

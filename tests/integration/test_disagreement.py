@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.errors import SyncError
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import LongRow
+from lockstep.rollout.weights.canary import CanarySettings, LongRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.batch.packing import collate, whole_row
 from lockstep.trainer.model.policy import Policy
@@ -50,12 +51,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
             path = changed(save_family(family, directory / "family"), directory / "model", **FAMILIES[family])
             with forks_for_spawns():
                 engine = EmbeddedEngine(
-                    path,
+                    EngineSettings(model=path, max_model_len=CONTEXT, kv_cache_gib=0.0625, num_threads=1),
                     loop=loop,
                     log_path=directory / "engine.log",
-                    max_model_len=CONTEXT,
-                    kv_cache_gib=0.0625,
-                    num_threads=1,
                 )
             started[family] = path, engine
         yield started
@@ -83,7 +81,9 @@ def synced(policy: Policy, engine: EmbeddedEngine) -> Iterator[WeightSync]:
     disturbed = partial(score, error=rounding_of(torch.float32, "cpu"))
     row = reach(policy.causal_lm.config, longest=CONTEXT - 1, device_type="cpu", budget=CONTEXT)
     long = LongRow(tokens=row.tokens, distances=row.passed, score_disturbed=disturbed)
-    sync = WeightSync(module=policy.model, engines=[engine], score_canary=score, long_row=long, deadline_s=60)
+    sync = WeightSync(
+        module=policy.model, engines=[engine], score_canary=score, canary=CanarySettings(long=long), deadline_s=60
+    )
     try:
         yield sync
     finally:

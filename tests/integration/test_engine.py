@@ -14,6 +14,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import ConfigError, EngineError
 from lockstep.rollout.records import EngineCall, FinishReason, VersionSpan
@@ -33,12 +34,9 @@ def started(model: Qwen3ForCausalLM, directory: Path, **settings: Any) -> Iterat
     model.save_pretrained(directory / "model")
     with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine(
-            directory / "model",
+            EngineSettings(model=directory / "model", kv_cache_gib=0.0625, num_threads=1, **settings),
             loop=loop,
             log_path=directory / "engine.log",
-            kv_cache_gib=0.0625,
-            num_threads=1,
-            **settings,
         )
         try:
             yield engine

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import EngineCall
@@ -58,10 +59,9 @@ def scored(policy: Policy, calls: list[EngineCall]) -> torch.Tensor:
 def engine_of(path: Path, directory: Path, **settings: Any) -> Iterator[EmbeddedEngine]:
     with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine(
-            path,
+            EngineSettings(model=path, **{"max_model_len": 320, "kv_cache_gib": 0.0625, "num_threads": 1, **settings}),
             loop=loop,
             log_path=directory / "engine.log",
-            **{"max_model_len": 320, "kv_cache_gib": 0.0625, "num_threads": 1, **settings},
         )
         try:
             yield engine

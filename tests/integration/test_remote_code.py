@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.errors import EngineError
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixture
@@ -26,12 +27,9 @@ def test_the_engine_does_not_run_code_that_ships_with_a_model(
     with BackgroundLoop() as loop:
         try:
             engine = EmbeddedEngine(
-                evil_model,
+                EngineSettings(model=evil_model, max_model_len=64, kv_cache_gib=0.0625, num_threads=1),
                 loop=loop,
                 log_path=tmp_path / "engine.log",
-                max_model_len=64,
-                kv_cache_gib=0.0625,
-                num_threads=1,
             )
         except EngineError:  # an unknown model type cannot be loaded without its code
             assert model_type == "evil"

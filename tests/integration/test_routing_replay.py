@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling, SyncedEngine
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import EngineCall, Rollout
@@ -46,12 +47,14 @@ def serving(family: str, directory: Path, **settings: Any) -> Iterator[tuple[Emb
     path = save_family(family, directory / "model")
     with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine(
-            path,
+            EngineSettings(
+                model=path,
+                num_threads=1,
+                return_routes=True,
+                **{"max_model_len": 320, "kv_cache_gib": 0.0625, **settings},
+            ),
             loop=loop,
             log_path=directory / "engine.log",
-            num_threads=1,
-            return_routes=True,
-            **{"max_model_len": 320, "kv_cache_gib": 0.0625, **settings},
         )
         try:
             yield engine, Policy.from_pretrained(path)

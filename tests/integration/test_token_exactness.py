@@ -26,6 +26,7 @@ from lockstep.demo.make import make_demo
 from lockstep.demo.manifest import DemoInfo
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment, calculator
 from lockstep.rollout.environments.toolbox import Toolbox
@@ -197,13 +198,9 @@ def demo() -> DemoInfo:
 def engine(demo: DemoInfo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEngine]:
     with BackgroundLoop() as loop, forks_for_spawns():
         engine = EmbeddedEngine(
-            demo.model_dir,
+            EngineSettings(model=demo.model_dir, max_model_len=512, max_num_seqs=256, kv_cache_gib=0.25, num_threads=1),
             loop=loop,
             log_path=tmp_path_factory.mktemp("engine") / "engine.log",
-            max_model_len=512,
-            max_num_seqs=256,
-            kv_cache_gib=0.25,
-            num_threads=1,
         )
         yield engine
         loop.run(engine.close(), timeout=30)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import EngineError, SyncError
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -56,12 +57,9 @@ def main(directory: Path) -> None:
     engine = None
     if rank == 0:
         engine = EmbeddedEngine(
-            directory / "model",
+            EngineSettings(model=directory / "model", max_model_len=320, kv_cache_gib=0.0625, num_threads=1),
             loop=loop,
             log_path=directory / "engine.log",
-            max_model_len=320,
-            kv_cache_gib=0.0625,
-            num_threads=1,
         )
     sync = WeightSync(
         module=trained, engines=[engine] if engine else [], score_canary=score, bucket_bytes=BUCKET_BYTES, deadline_s=60

@@ -23,7 +23,7 @@ from lockstep.rollout.system.addresses import LOOPBACK, address_towards
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.engines.start import embedded_engine, start_members
+from lockstep.trainer.engines.start import engine_settings, start_members
 from lockstep.trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
 from lockstep.trainer.model.shape import planned_shape
 
@@ -79,13 +79,15 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
 def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
     rank = distributed.rank
     own = distributed.together(
-        lambda: embedded_engine(
-            config,
+        lambda: EmbeddedEngine(
+            engine_settings(
+                config,
+                local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+                **_memory(config, distributed),
+            ),
             loop=loop,
             log_path=logs / ("engine.log" if distributed.is_main else f"engine-{rank}.log"),
             name=f"the engine of rank {rank}",
-            local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-            **_memory(config, distributed),
         )
     )
     key: str = distributed.broadcast(secrets.token_hex(32))

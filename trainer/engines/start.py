@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from lockstep.rollout.engine.adapters import buffer_rank
 from lockstep.rollout.engine.arguments import engine_arguments, engine_variables
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
@@ -47,16 +48,21 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
 
 
 def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path, **memory: Any) -> Sequence[SyncedEngine]:
-    """Start or connect to the members of a pool. memory: settings of `EmbeddedEngine` for the only one."""
+    """Start or connect to the members of a pool. memory: `EngineSettings` of the only one."""
     if config.rollout.engine == "server":
         return connect_servers(config, loop=loop)
     number = config.rollout.num_engines
     if number == 1:
-        return [embedded_engine(config, loop=loop, log_path=log_path, **memory)]
+        return [EmbeddedEngine(engine_settings(config, **memory), loop=loop, log_path=log_path)]
     check_cores(number)
     paths = [log_path, *(log_path.with_stem(f"{log_path.stem}-{index}") for index in range(1, number))]
     return [
-        embedded_engine(config, loop=loop, log_path=path, name=f"embedded engine {index}", local_place=(index, number))
+        EmbeddedEngine(
+            engine_settings(config, local_place=(index, number)),
+            loop=loop,
+            log_path=path,
+            name=f"embedded engine {index}",
+        )
         for index, path in enumerate(paths)
     ]
 
@@ -74,19 +80,10 @@ def open_engine(config: Config) -> Iterator[EnginePool]:
 
 def check_engine(config: Config) -> None:
     """Raise `ConfigError` for settings with which no engine would start, without starting one."""
-    adapters, is_cpu = adapter_settings(config), not torch.cuda.is_available()
-    if config.rollout.engine == "server":
-        return
-    engine_arguments(
-        config.model.path,
-        is_cpu=is_cpu,
-        dtype=config.model.dtype,
-        max_model_len=config.engine_context,
-        trust_remote_code=config.model.trust_remote_code,
-        adapters=adapters,
-        quantization=config.rollout.quantization,
-    )
-    engine_variables(is_cpu=is_cpu, batch_invariant=config.rollout.batch_invariant)
+    settings, is_cpu = engine_settings(config), not torch.cuda.is_available()
+    if config.rollout.engine != "server":
+        engine_arguments(settings, is_cpu=is_cpu)
+        engine_variables(settings, is_cpu=is_cpu)
 
 
 def check_cores(num_engines: int) -> None:
@@ -218,25 +215,26 @@ def engine_key(variable: str | None, *, setting: str = "rollout.api_key_env") ->
     return key
 
 
-def embedded_engine(config: Config, *, loop: BackgroundLoop, log_path: Path, **placed: Any) -> EmbeddedEngine:
-    """Start one engine. placed: further settings of `EmbeddedEngine`, which override the configuration's."""
+def engine_settings(config: Config, **placed: Any) -> EngineSettings:
+    """Return the settings of an engine of this configuration. placed: values that override it."""
     settings = config.rollout
     configured: dict[str, Any] = {
+        "model": config.model.path,
         "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": settings.max_model_len,
         "context": config.engine_context,
+        "quantization": settings.quantization,
+        "adapters": adapter_settings(config),
+        "return_routes": config.replays_engine,
+        "batch_invariant": settings.batch_invariant,
+        "seed": config.seed,
         "max_num_seqs": settings.max_num_seqs,
         "kv_cache_gib": cache_gib(config),
-        "seed": config.seed,
+        "compile_on_cpu": settings.compile_engine,
         # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
         "weight_transfer_backend": "cuda_ipc" if torch.cuda.is_available() else "gloo",
         "request_timeout_s": settings.request_timeout_s,
         "start_timeout_s": settings.start_timeout_s,
-        "trust_remote_code": config.model.trust_remote_code,
-        "compile_on_cpu": settings.compile_engine,
-        "return_routes": config.replays_engine,
-        "adapters": adapter_settings(config),
-        "quantization": settings.quantization,
-        "batch_invariant": settings.batch_invariant,
     }
-    return EmbeddedEngine(config.model.path, loop=loop, log_path=log_path, **(configured | placed))
+    return EngineSettings(**(configured | placed))

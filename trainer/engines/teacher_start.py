@@ -10,6 +10,7 @@ import torch
 
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Engine, PooledEngine, SyncedEngine
 from lockstep.rollout.environments import make_environment
@@ -24,7 +25,7 @@ from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import longest_context, refuse_other_tokenizer
-from lockstep.trainer.engines.start import embedded_engine, engine_key
+from lockstep.trainer.engines.start import engine_key, engine_settings
 from lockstep.trainer.engines.teacher import Teacher
 from lockstep.trainer.engines.teacher_check import canary_diff, is_checked
 from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
@@ -116,16 +117,14 @@ def _prompts(config: Config) -> TeacherPrompts | None:
 
 def _averaged(config: Config, *, loop: BackgroundLoop, logs: Path) -> SyncedEngine:
     """Start an engine like the policy's, which gets weights as that does."""
-    return embedded_engine(
+    settings = engine_settings(
         config,
-        loop=loop,
-        log_path=logs / LOG,
-        name=NAME,
         context=config.rollout.max_model_len + 1,
         return_routes=False,
         quantization=None,
         **_memory(config),
     )
+    return EmbeddedEngine(settings, loop=loop, log_path=logs / LOG, name=NAME)
 
 
 def _memory(config: Config) -> dict[str, Any]:
@@ -166,19 +165,15 @@ def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[Po
         ]
         refuse_short(config, min(server.max_model_len for server in servers), serves=True)
         return servers
-    return [
-        EmbeddedEngine(
-            settings.path,
-            loop=loop,
-            log_path=logs / LOG,
-            name=NAME,
-            dtype=settings.dtype,
-            max_model_len=rollout.max_model_len + 1,
-            max_num_seqs=rollout.max_num_seqs,
-            seed=config.seed,
-            request_timeout_s=rollout.request_timeout_s,
-            start_timeout_s=rollout.start_timeout_s,
-            trust_remote_code=config.model.trust_remote_code,
-            **_memory(config),
-        )
-    ]
+    engine = EngineSettings(
+        model=settings.path,
+        dtype=settings.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        max_model_len=rollout.max_model_len + 1,
+        seed=config.seed,
+        max_num_seqs=rollout.max_num_seqs,
+        request_timeout_s=rollout.request_timeout_s,
+        start_timeout_s=rollout.start_timeout_s,
+        **_memory(config),
+    )
+    return [EmbeddedEngine(engine, loop=loop, log_path=logs / LOG, name=NAME)]

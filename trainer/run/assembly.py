@@ -13,7 +13,7 @@ from lockstep.rewards.composition import RewardSet
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import CANARY_TOKENS, LongRow
+from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
@@ -330,9 +330,11 @@ def make_sync(
         sleep_level=sleep_level,
         module=policy.model,
         score_canary=updater.logprobs,
-        long_row=long_row if row.tokens > CANARY_TOKENS and marked_layers(policy) else None,
-        canary_threshold=settings.canary_threshold,
-        canary_share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
+        canary=CanarySettings(
+            threshold=settings.canary_threshold,
+            share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
+            long=long_row if row.tokens > CANARY_TOKENS and marked_layers(policy) else None,
+        ),
         pause_mode=config.pause_mode,
         bucket_bytes=int(settings.bucket_mib * 2**20),
         deadline_s=settings.timeout_s,

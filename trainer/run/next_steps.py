@@ -23,49 +23,43 @@ TRAINING_ONLY = (
 
 
 def next_steps(
+    config: Config,
     words: Sequence[str],
     *,
-    task: Sequence[str] = (),
     run: Path,
     model: Path,
     update: int,
-    updates: int,
     launcher: str,
-    critic: Path | None,
-    has_heldout: bool,
-    trackers: Mapping[str, str],
+    critic: Path | None = None,
     adapter: Path | None = None,
-    scores_turns: bool = False,
-    has_rollouts: bool = True,
+    trackers: Mapping[str, str],
 ) -> str:
     """Return lines of a name and a path or command each.
 
     Paths are those of the directory where the user stands, so that a command can be pasted there.
 
-    words: command line of the run without the script, of which secrets are redacted. task: words for the settings of a
-    resumed run, whose command line does not repeat them. launcher: command in front of scripts/train.py. has_heldout:
-    True if the run has held-out data, which an evaluation needs. trackers: text for each tracker. adapter: what was
-    trained, if its weights stay apart from those of `model.path`; None: `model`. scores_turns: True if reward functions
-    may return one reward per turn. has_rollouts: False if none are saved.
+    words: command line of the run without the script, of which secrets are redacted. update: the last one. launcher:
+    command in front of scripts/train.py. adapter: what was trained, if its weights stay apart from those of
+    `model.path`; None: `model`. trackers: text for each tracker.
     """
     shown_run, shown_model = shown(run), shown(model)
-    goal = updates if update < updates else 2 * updates
-    own = task or redact_words(words)
+    goal = config.updates if update < config.updates else 2 * config.updates
+    # The command line of a resumed run does not repeat its settings.
+    own = redact_words(words) if config.resume == "never" else changed_words(config)
     evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
-    by_turn = ["algorithm.turn_rewards=true"] if scores_turns else []
+    by_turn = ["algorithm.turn_rewards=true"] if config.algorithm.turn_rewards else []
     trained = [f"model.path={shown_model}", *by_turn]
     if adapter is not None:
         base = [word for word in own if word.startswith("model.path=")]
         trained = [*base, *by_turn, f"model.adapters={{trained: {shown(adapter)}}}"]
     evaluate = f"{program('python')} {script('evaluate')} {shlex.join([*trained, *evaluated])}"
+    inspect = f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}"
     lines = {
         **({"model": shown_model} if adapter is None else {"adapter": shown(adapter)}),
         **({"critic": shown(critic)} if critic else {}),
         "resume": resume_command(words, run=run, updates=goal, launcher=launcher),
-        **({"evaluate": evaluate} if has_heldout else {}),
-        **(
-            {"inspect": f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}"} if has_rollouts else {}
-        ),
+        **({"evaluate": evaluate} if config.has_rollouts and config.heldout_sets() else {}),
+        **({"inspect": inspect} if config.has_rollouts else {}),
         "report": f"{program('python')} {script('report')} {shlex.quote(shown_run)}",
         **trackers,
     }

@@ -26,7 +26,7 @@ from lockstep.trainer.observe.trackers.view import program, shown
 from lockstep.trainer.observe.trackers.wandb_run import Lineage
 from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.hub import last_metrics, push
-from lockstep.trainer.run.next_steps import CHECKOUT, changed_words, next_steps
+from lockstep.trainer.run.next_steps import CHECKOUT, next_steps
 from lockstep.trainer.run.provenance import provenance
 from lockstep.trainer.update.entropy_control import EntropyControl
 
@@ -148,19 +148,15 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
         console.say(f"stopped after update {update}; everything is saved")
     console.say(
         next_steps(
+            config,
             sys.argv[1:],
-            task=[] if config.resume == "never" else changed_words(config),
             run=directory.path,
             model=directory.model,
             adapter=directory.model / ADAPTER_DIRECTORY if policy.is_quantized else None,
             update=update,
-            updates=config.updates,
             launcher=launcher_of(distributed),
             critic=directory.critic if has_saved_critic else None,
-            has_heldout=config.has_rollouts and bool(config.heldout_sets()),
             trackers=trackers,
-            scores_turns=config.algorithm.turn_rewards,
-            has_rollouts=config.has_rollouts,
         )
     )
     if config.hub.repo is not None and update >= config.updates:

@@ -17,9 +17,7 @@ from lockstep.rollout.system.addresses import address_towards, is_loopback
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.named_models import refuse_unfit_models
-from lockstep.trainer.engines.start import engine_key
-from lockstep.trainer.model.lora import adapter_settings
-from lockstep.trainer.model.memory_plan import cache_gib
+from lockstep.trainer.engines.start import engine_key, engine_settings
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """Module that `vllm serve` runs for one server. The `vllm` script itself fails in the CPU build."""
@@ -33,43 +31,34 @@ KEEP_ALIVE_S = 60
 
 def command(config: Config) -> list[str]:
     """Return the command line. `rollout/engine/embedded.py` sets the same options and gives the reasons."""
-    settings = config.rollout
+    engine = engine_settings(config)
     on_gpu = torch.cuda.is_available()
-    arguments = [sys.executable, "-m", MODULE, "--model", config.model.path]
+    arguments = [sys.executable, "-m", MODULE, "--model", str(engine.model)]
     arguments += ["--host", config.server.host, "--port", str(config.server.port)]
     arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl" if on_gpu else "gloo"})]
-    arguments += ["--dtype", config.model.dtype, "--seed", str(config.seed)]
-    arguments += ["--max-model-len", str(config.engine_context), "--max-num-seqs", str(settings.max_num_seqs)]
-    adapters = adapter_settings(config)
-    for name, value in engine_arguments(
-        config.model.path,
-        is_cpu=not on_gpu,
-        dtype=config.model.dtype,
-        max_model_len=config.engine_context,
-        trust_remote_code=config.model.trust_remote_code,
-        adapters=adapters,
-        quantization=settings.quantization,
-    ).items():
+    arguments += ["--dtype", engine.dtype, "--seed", str(engine.seed)]
+    arguments += ["--max-model-len", str(engine.vllm_context), "--max-num-seqs", str(engine.max_num_seqs)]
+    for name, value in engine_arguments(engine, is_cpu=not on_gpu).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             arguments += [f"--{flag}" if value else f"--no-{flag}"]
         else:
             arguments += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    cache = cache_gib(config)
+    cache = engine.kv_cache_gib
     arguments += [] if cache is None else ["--kv-cache-memory-bytes", str(int(cache * 2**30))]
-    arguments += ["--enable-return-routed-experts"] if config.replays_engine else []
-    if adapters is not None:
-        arguments += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.served())]
+    arguments += ["--enable-return-routed-experts"] if engine.return_routes else []
+    if engine.adapters is not None:
+        arguments += ["--lora-modules", *(f"{name}={path}" for name, path in engine.adapters.served())]
     arguments += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     arguments += ["--scheduler-cls", SCHEDULER, "--middleware", ROUTES]
-    if settings.api_key_env is not None:
+    if config.rollout.api_key_env is not None:
         arguments += ["--middleware", GUARD]  # after the routes, so that it guards them too
-    if config.model.trust_remote_code:
+    if engine.trust_remote_code:
         arguments += ["--trust-remote-code"]
     if not on_gpu:
         arguments += ["--distributed-executor-backend", "uni"]
-        arguments += [] if settings.compile_engine else ["--enforce-eager"]
+        arguments += [] if engine.compile_on_cpu else ["--enforce-eager"]
     return [*arguments, *config.server.vllm_args]
 
 
@@ -82,7 +71,7 @@ def environment(config: Config) -> dict[str, str]:
         CHILD_ENV: "1",  # its processes end with it
     }
     is_cpu = not torch.cuda.is_available()
-    variables |= engine_variables(is_cpu=is_cpu, batch_invariant=config.rollout.batch_invariant)
+    variables |= engine_variables(engine_settings(config), is_cpu=is_cpu)
     if is_cpu:
         # One process and one import of vLLM less; no compilation of single functions at the first request.
         is_eager = not config.rollout.compile_engine

@@ -233,7 +233,7 @@ def engine_arguments_become_a_configuration_with_our_scheduler_and_transport(dir
 
     from lockstep.rollout.engine.embedded import EmbeddedEngine
     from lockstep.rollout.engine.scheduler import BufferedAsyncScheduler, buffered_scheduler
-    from lockstep.trainer.engines.start import embedded_engine
+    from lockstep.trainer.engines.start import engine_settings
 
     class Unstarted(EmbeddedEngine):
         def _launch(self) -> None:
@@ -242,12 +242,10 @@ def engine_arguments_become_a_configuration_with_our_scheduler_and_transport(dir
 
     with (
         pretended_gpu(),
-        mock.patch("lockstep.trainer.engines.start.EmbeddedEngine", Unstarted),
         mock.patch.dict(os.environ),
     ):
-        engine: Any = embedded_engine(
-            gpu_config(directory), loop=None, log_path=directory / "log", local_place=(0, 1), gpu_memory_utilization=0.3
-        )
+        settings = engine_settings(gpu_config(directory), local_place=(0, 1), gpu_memory_utilization=0.3)
+        engine: Any = Unstarted(settings, loop=mock.Mock(), log_path=directory / "log")
         assert engine._variables["CUDA_VISIBLE_DEVICES"] == "0"
         config = AsyncEngineArgs(**engine._args).create_engine_config()
         assert config.weight_transfer_config.backend == "cuda_ipc"
@@ -269,11 +267,12 @@ def vllm_knows_the_environment_variables_that_engines_get(directory: Path) -> No
     from vllm import envs
 
     from lockstep.rollout.engine.embedded import _environment_variables
+    from lockstep.rollout.engine.engine_settings import EngineSettings
     from lockstep.trainer.tools import serve_engine
 
     with pretended_gpu():
         variables = {
-            **_environment_variables(is_cpu=False, eager=False, num_threads=1, start_timeout_s=9, local_place=(0, 1)),
+            **_environment_variables(EngineSettings(model=directory, local_place=(0, 1)), is_cpu=False),
             **serve_engine.environment(gpu_config(directory)),
             "VLLM_LOGGING_CONFIG_PATH": "",
         }

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.rollout.chat.chat import Chat
-from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.errors import DataError, LockstepError
 from lockstep.rollout.saved_rollouts import from_json, read_rollouts, to_json
 from lockstep.trainer.config.groups.outputs_settings import GatewayConfig
@@ -108,7 +108,7 @@ def test_code_that_ships_with_a_model_is_not_run(evil_model, tmp_path, model_typ
 
 
 def test_no_entrance_trusts_remote_code_by_default():
-    for function in (EmbeddedEngine, Policy.from_pretrained, Chat.from_pretrained):
+    for function in (EngineSettings, Policy.from_pretrained, Chat.from_pretrained):
         assert inspect.signature(function).parameters["trust_remote_code"].default is False
     assert Config().model.trust_remote_code is False
 

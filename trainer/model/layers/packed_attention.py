@@ -16,6 +16,7 @@ Not covered: non-causal attention, position biases, attention dropout (the polic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -36,6 +37,25 @@ PACKED_ROWS = "packed_rows"
 LONG_STRETCH = 2
 """Stretch length, in multiples of its prefix, above which recomputing the prefix as a whole causal row is faster than
 a mask, under which the kernel skips nothing. Measured on CPU: 0.8 of the time at a multiple of 4, 1.2 at 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Settings of a layer's scores, under the names of transformers."""
+
+    scaling: float | None
+    """Factor; None: head_dim ** -0.5."""
+    sliding_window: int | None
+    """A token sees itself and the `sliding_window - 1` tokens before it."""
+    softcap: float | None
+    """Scores become softcap · tanh(score / softcap)."""
+    s_aux: torch.Tensor | None
+    """(heads,) logit of the attention sink, which takes probability but has no value."""
+
+    @property
+    def are_written_out(self) -> bool:
+        """True if no kernel of SDPA computes them."""
+        return self.softcap is not None or self.s_aux is not None
 
 
 def register() -> None:
@@ -74,10 +94,6 @@ def packed_rows_attention(
     attention_mask: torch.Tensor | None,
     *,
     packed: PackedBatch | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     chunk_size: int | None = None,
     query_scale: QueryScale | None = None,
     dropout: float = 0.0,
@@ -91,15 +107,11 @@ def packed_rows_attention(
         packed: the pack, of which only `row_lengths` and `prefixes` are read. The whole object is passed because a
             compiled layer would be recompiled for each tuple of lengths. None: a plain batch, which goes to
             transformers' own SDPA if that supports it.
-        scaling: factor of the scores; by default head_dim ** -0.5.
-        sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
-        softcap: scores become softcap · tanh(score / softcap).
-        s_aux: (heads,) logit of the attention sink, which takes probability but has no value.
         chunk_size: a token sees the tokens of its own chunk of this many positions up to itself; the mask of a plain
             batch already says so.
         query_scale: factor of each query by its position in its row.
         dropout: must be 0 for packs.
-        kwargs: further arguments of transformers; used for plain batches only.
+        kwargs: those of `Scores`, and further arguments of transformers, which plain batches alone use.
 
     Returns:
         (1, L, heads, head_dim) and None (no attention weights).
@@ -111,14 +123,15 @@ def packed_rows_attention(
         query = (query * query_scale.at(places)[:, None]).to(query.dtype)
     if packed is not None and chunk_size is not None:
         packed = chunks(packed, chunk_size)
-    written_out = softcap is not None or s_aux is not None  # SDPA kernels support neither
+    scores = Scores(**{field.name: kwargs.pop(field.name, None) for field in fields(Scores)})
+    scaling, sliding_window, written_out = scores.scaling, scores.sliding_window, scores.are_written_out
     if packed is None:
         if not written_out:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
         keep = _band(query.shape[2], key.shape[2], None, query.device) if attention_mask is None else attention_mask
-        output = _explicit(query, key, value, keep, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        output = _explicit(query, key, value, keep, scores)
         return output.transpose(1, 2).contiguous(), None
 
     assert query.shape[:3:2] == (1, packed.num_tokens), "row lengths must add up to the pack"
@@ -145,7 +158,7 @@ def packed_rows_attention(
         is_masked = is_windowed or written_out or (len(prefix) > 0 and not recomputes_prefix)
         keep = _band(q.shape[2], k.shape[2], sliding_window, q.device) if is_masked else None
         if written_out and keep is not None:
-            outputs.append(_explicit(q, k, v, keep, scaling=scaling, softcap=softcap, s_aux=s_aux))
+            outputs.append(_explicit(q, k, v, keep, scores))
         else:
             expands = gqa and keep is not None and q.is_cuda  # CUDA's kernels take a mask or grouped heads, not both
             if expands:
@@ -172,18 +185,12 @@ def _band(queries: int, keys: int, window: int | None, device: torch.device) -> 
 
 
 def _explicit(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keep: torch.Tensor,
-    *,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor, settings: Scores
 ) -> torch.Tensor:
     """Compute attention without a kernel, (B, heads, Q, head_dim), softmax in float32 or wider. keep: as `_band`."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scaling, softcap, s_aux = settings.scaling, settings.softcap, settings.s_aux
     scores = (query @ key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

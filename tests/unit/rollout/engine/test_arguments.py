@@ -9,13 +9,14 @@ import pytest
 from transformers import AutoConfig, Ernie4_5Config, Mistral3Config, PreTrainedConfig
 
 from lockstep.rollout.engine.arguments import engine_arguments
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.errors import ConfigError
 from tests.fixtures.families import FAMILIES, SIZES
 from tests.fixtures.published import PUBLISHED
 
 
 def arguments(path: Path, *, is_cpu: bool = True) -> dict[str, Any]:
-    return engine_arguments(path, is_cpu=is_cpu, dtype="float32", max_model_len=256, trust_remote_code=False)
+    return engine_arguments(EngineSettings(model=path, max_model_len=256), is_cpu=is_cpu)
 
 
 def published(name: str, **changes: Any) -> PreTrainedConfig:

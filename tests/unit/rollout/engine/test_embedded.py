@@ -20,6 +20,7 @@ from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.engine.arguments import CPU_BLOCK_TOKENS, engine_arguments
 from lockstep.rollout.engine.embedded import EmbeddedEngine, _check_compiler
 from lockstep.rollout.engine.engine_answers import UNUSABLE_PREFIX
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import ConfigError, EngineError
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -28,7 +29,7 @@ from tests.fixtures.models import save_tiny_model
 
 
 def arguments(path: Path, *, is_cpu: bool, dtype: str = "bfloat16", max_model_len: int | None = 9000) -> dict[str, Any]:
-    return engine_arguments(path, is_cpu=is_cpu, dtype=dtype, max_model_len=max_model_len, trust_remote_code=False)
+    return engine_arguments(EngineSettings(model=path, dtype=dtype, max_model_len=max_model_len), is_cpu=is_cpu)
 
 
 def test_settings_for_cpus_alone_are_not_given_to_gpus(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_requests_wait_for_the_end_of_a_pause_that_refuses_them(tmp_path: Path, 
         return waiting
 
     with BackgroundLoop() as loop:
-        engine = Paused("model", loop=loop, log_path=tmp_path / "engine.log")
+        engine = Paused(EngineSettings(model="model"), loop=loop, log_path=tmp_path / "engine.log")
         waiting = loop.run(pause_and_request())
         stand_in: Any = engine.llm
         assert stand_in.answered == (1 if mode == "keep" else 0)
@@ -177,14 +178,14 @@ def test_a_request_that_waits_for_a_pause_ends_with_the_engine(tmp_path: Path) -
         await asyncio.wait_for(waiting, 10)
 
     with BackgroundLoop() as loop:
-        engine = Paused("model", loop=loop, log_path=tmp_path / "engine.log")
+        engine = Paused(EngineSettings(model="model"), loop=loop, log_path=tmp_path / "engine.log")
         with pytest.raises(EngineError, match="the engine was closed"):
             loop.run(close_while_one_waits())
 
 
 def test_an_engine_that_died_while_paused_answers_again_after_its_restart(tmp_path: Path) -> None:
     with BackgroundLoop() as loop:
-        engine = Paused("model", loop=loop, log_path=tmp_path / "engine.log")
+        engine = Paused(EngineSettings(model="model"), loop=loop, log_path=tmp_path / "engine.log")
         loop.run(engine.pause("wait"))
         stand_in: Any = engine.llm
         stand_in.errored = True
@@ -200,7 +201,7 @@ def test_an_engine_whose_weights_no_sync_brings_back_keeps_them_asleep(
     tmp_path: Path, adapters: AdapterSettings | None, expected: list[int | str]
 ) -> None:
     with BackgroundLoop() as loop:
-        engine = Paused("model", loop=loop, log_path=tmp_path / "engine.log", adapters=adapters)
+        engine = Paused(EngineSettings(model="model", adapters=adapters), loop=loop, log_path=tmp_path / "engine.log")
         for level in (2, 1):
             loop.run(engine.sleep(level))
         stand_in: Any = engine.llm

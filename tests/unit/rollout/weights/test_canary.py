@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import Canary, CanaryResult, LongRow
+from lockstep.rollout.weights.canary import Canary, CanaryResult, CanarySettings, LongRow
 from lockstep.rollout.weights.control_plane import ControlPlane
 
 TOKENS, WINDOW = 400, 128
@@ -31,22 +31,25 @@ def test_stretches_begin_at_quarters_and_distances() -> None:
 class Scored:
     """A trainer whose log π are all -2, and an engine that differs from it by `differences` of the long row."""
 
-    def __init__(self, loop: BackgroundLoop, *, rounding: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self, loop: BackgroundLoop, *, rounding: float = 0.0, threshold: float | None = None, **engine: Any
+    ) -> None:
         self.differences = torch.zeros(TOKENS - 1, dtype=torch.float64)
         self.short = 0.0
 
         async def score(ids: list[int]) -> list[float]:
             return (-2.0 + (self.differences if len(ids) == TOKENS else self.short * torch.ones(len(ids) - 1))).tolist()
 
-        engine: Any = SimpleNamespace(name="engine 0", loop=loop, score=score)
-        self.engines = ControlPlane([engine], 30.0, is_staged=True)
+        stand_in: Any = SimpleNamespace(name="engine 0", loop=loop, score=score)
+        self.engines = ControlPlane([stand_in], 30.0, is_staged=True)
         long = LongRow(
             tokens=TOKENS,
             distances=(WINDOW,),
             score_disturbed=lambda ids: [-2.0 + rounding] * (len(ids) - 1),
         )
-        settings = {"dtype": torch.float32, "vocab_size": 100, "long": long} | settings
-        self.canary = Canary(lambda ids: [-2.0] * (len(ids) - 1), **settings)
+        settings = CanarySettings(threshold=threshold, long=long)
+        engine = {"dtype": torch.float32, "vocab_size": 100} | engine
+        self.canary = Canary(lambda ids: [-2.0] * (len(ids) - 1), settings=settings, **engine)
 
     def result(self) -> CanaryResult:
         return self.canary.compare(self.engines, self.canary.expected(is_long=True))["engine 0"]

@@ -33,11 +33,11 @@ def test_canaries_take_a_hundredth_of_the_time_on_gpus(
     config.sync.canary_share = configured
     distributed: Any = SimpleNamespace(device=torch.device(device), unwrapped=None)
     sync: Any = assembly.make_sync(config, distributed, SimpleNamespace(logprobs=list), engines=[])  # type: ignore[arg-type]
-    assert sync.canary_share == share
-    assert sync.long_row is None, "rounding cannot be measured in a model whose layers are not marked"
+    assert sync.canary.share == share
+    assert sync.canary.long is None, "rounding cannot be measured in a model whose layers are not marked"
     layers["model.layers.0"] = None
     sync = assembly.make_sync(config, distributed, SimpleNamespace(logprobs=list), engines=[])  # type: ignore[arg-type]
-    assert sync.long_row.tokens > 24
+    assert sync.canary.long.tokens > 24
 
 
 @pytest.mark.parametrize("place", ["path", "heldout_path", "demonstrations"])

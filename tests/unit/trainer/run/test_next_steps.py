@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.trainer.observe.trackers.view import program
-from lockstep.trainer.run.next_steps import changed_words, next_steps
+from lockstep.trainer.run.next_steps import next_steps
 from tests.fixtures.composed import composed
 from tests.fixtures.paths import ROOT
 
 RUN = Path("runs/my run")
 DATA = ["data.path=a.jsonl", "data.columns={prompt: task}", "reward.functions=[f.py:g]"]
 WORDS = [*DATA, "optimizer.lr=1e-4", "updates=5"]
+HELDOUT = "data.heldout_path=b.jsonl"
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +24,9 @@ def active_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
 
 
-def steps(**changes: object) -> dict[str, list[str]]:
-    defaults = {"run": RUN, "model": RUN / "model", "update": 5, "updates": 5, "launcher": "python", "critic": None}
-    lines = next_steps(WORDS, **(defaults | {"has_heldout": True, "trackers": {}} | changes)).splitlines()  # type: ignore[arg-type]
+def steps(*settings: str, **changes: object) -> dict[str, list[str]]:
+    defaults = {"run": RUN, "model": RUN / "model", "update": 5, "launcher": "python", "trackers": {}}
+    lines = next_steps(composed(HELDOUT, *WORDS, *settings), WORDS, **(defaults | changes)).splitlines()  # type: ignore[arg-type]
     return {line.split()[0]: shlex.split(line[14:]) for line in lines}
 
 
@@ -40,13 +41,14 @@ def test_a_finished_run_resumes_to_twice_its_updates_and_a_stopped_one_to_its_go
 
 
 def test_the_evaluation_of_a_resumed_run_has_the_settings_that_its_command_did_not_repeat():
-    config = composed(*DATA, "model.path=m", "environment.settings={url: 'http://a?b', hints: true}", "optimizer.lr=1")
+    config = composed(
+        HELDOUT, *DATA, "model.path=m", "environment.settings={url: 'http://a?b', hints: true}", "optimizer.lr=1"
+    )
     config.resume = "auto"
-    task = changed_words(config)
+    words = ["run_name=my run", "resume=auto"]
     lines = next_steps(
-        ["run_name=my run", "resume=auto"], task=task, run=RUN, model=RUN / "model", update=5, updates=5,
-        launcher="python", critic=None, has_heldout=True, trackers={},
-    ).splitlines()  # fmt: skip
+        config, words, run=RUN, model=RUN / "model", update=5, launcher="python", trackers={}
+    ).splitlines()
     (evaluate,) = (shlex.split(line)[3:] for line in lines if line.startswith("evaluate"))
     assert evaluate[0] == "model.path=runs/my run/model"
     again = composed(*evaluate[1:])
@@ -55,24 +57,28 @@ def test_the_evaluation_of_a_resumed_run_has_the_settings_that_its_command_did_n
 
 
 def test_without_held_out_data_no_evaluation_is_offered():
-    assert "evaluate" not in steps(has_heldout=False)
+    assert "evaluate" not in steps("data.heldout_path=null")
 
 
 def test_rewards_per_turn_are_read_by_the_evaluation_too():
-    assert steps(scores_turns=True)["evaluate"][3:4] == ["algorithm.turn_rewards=true"]
+    assert steps("algorithm.turn_rewards=true")["evaluate"][3:4] == ["algorithm.turn_rewards=true"]
 
 
 def test_a_run_without_rollouts_offers_none_to_inspect():
     assert "inspect" in steps()
-    assert "inspect" not in steps(has_rollouts=False)
+    assert "inspect" not in steps("algorithm.trains_on=demonstrations")
 
 
 def test_secrets_are_redacted():
     lines = next_steps(
+        composed(*WORDS),
         [*WORDS, "gateway.api_key=hunter2", "reward.settings.judge={token: hunter2}"],
-        run=RUN, model=RUN / "model", update=5, updates=5, launcher="python", critic=None, has_heldout=True,
+        run=RUN,
+        model=RUN / "model",
+        update=5,
+        launcher="python",
         trackers={},
-    )  # fmt: skip
+    )
     assert "hunter2" not in lines
     assert "'gateway.api_key=<redacted>'" in lines
 
