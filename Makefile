@@ -10,7 +10,7 @@
 #           TASK=chain               of `make train`: demo (the default), chain, reverse, or another file of
 #                                    configs/experiment; of `make real`: names (the default), words, family, calculator
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
-#           TEST_WORKERS=3           processes of `make test`; 0: one, in this terminal (for a debugger)
+#           TEST_WORKERS=3           processes of `make test` and `make test-long`; 0: one, in this terminal (for a debugger)
 #           BASE=HEAD~1              of `make check`: the commit to compare with; default: where the branch left main
 #           FILES=30                 of `make check`: at most this number of files of tests
 #           CHECK_SECONDS=80         of `make check`: no test begins later
@@ -44,7 +44,7 @@ AGENTS := "langgraph<2" "langchain-openai<2" "openai-agents<0.25" "pydantic-ai-s
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHON ACCELERATOR VENV
 
-.PHONY: help install environments model train train-zero3 real reproduce check test test-unit test-v2 test-slow test-cuda-wheel lint format plot report bench gpu-check docs lock sbom audit clean
+.PHONY: help install environments model train train-zero3 real reproduce check test test-long test-unit test-v2 test-slow test-cuda-wheel lint format plot report bench gpu-check docs lock sbom audit clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,10 +90,14 @@ reproduce: install ## Reproduce a published result and judge it; RECIPE=<name>, 
 check: install ## While editing, at most 90 s: lint the changed files, run the unit tests that depend on them
 	@$(BIN)/python -m scripts.check_change $(if $(BASE),--base $(BASE)) $(if $(FILES),--files $(FILES)) $(if $(CHECK_SECONDS),--seconds $(CHECK_SECONDS))
 
-test: install ## Unit and integration tests that need no GPU; PYTEST_ARGS for pytest
+test: MARKED = not long and
+test: install ## Unit tests, and integration tests of the core, without a GPU; PYTEST_ARGS for pytest
+test-long: MARKED = long and
+test-long: install ## The other tests of continuous integration: engines, ranks, attacks
+test test-long:
 	@started=$$SECONDS; status=0; \
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 tests $(PYTEST_ARGS) || status=$$?; \
-	echo "make test: $$((SECONDS - started)) s in all"; exit $$status
+	$(BIN)/python -m pytest -m "$(MARKED) not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 tests $(PYTEST_ARGS) || status=$$?; \
+	echo "make $@: $$((SECONDS - started)) s in all"; exit $$status
 
 test-unit: install ## Unit tests only
 	$(BIN)/python -m pytest -m "not slow and not gpu" tests/unit $(PYTEST_ARGS)
@@ -101,7 +105,7 @@ test-unit: install ## Unit tests only
 test-v2: install ## Tests of engines with vLLM's V2 model runner, as GPUs use it, in Triton's interpreter
 	PYTHONPATH=$(CURDIR)/tests/fixtures/v2_on_cpu $(BIN)/python -m pytest -m "v2 and not slow" -n 2 --dist loadfile --no-loadscope-reorder tests/integration $(PYTEST_ARGS)
 
-test-slow: install ## Tests that take minutes
+test-slow: install ## Tests that take minutes each; hours in all
 	$(BIN)/python -m pytest -m "slow and not gpu" tests $(PYTEST_ARGS)
 
 # The CUDA environment runs the tests itself, so that no other one is needed.

@@ -8,8 +8,8 @@ A test depends on a change if its module imports a changed module, itself or thr
 by name (`test_<module>.py`) and changed tests come first, then those with the fewest imports between. A changed file
 that is not a module counts as read by each module that names it (`named_by`).
 
-Not covered: integration tests, which `make test` runs; tests that start a changed program without naming its file; what
-`scripts/imports.py` does not see.
+Not covered: integration and long tests, which `make test` and `make test-long` run; tests that start a changed program
+without naming its file; what `scripts/imports.py` does not see.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def describe(changed: Iterable[str], choice: Choice, sources: Mapping[str, str])
         lines.append(f"no unit test depends on: {names(choice.untested)}")
     if for_all := [file for file in changed if file.startswith(FOR_ALL)]:
         lines.append(f"run `make test`, as every test depends on: {names(for_all)}")
-    return "\n".join([*lines, "integration tests are left to `make test`"])
+    return "\n".join([*lines, "integration and long tests are left to `make test` and `make test-long`"])
 
 
 def commands(changed: Iterable[str], choice: Choice, deadline: float) -> list[list[str]]:
@@ -195,7 +195,8 @@ def commands(changed: Iterable[str], choice: Choice, deadline: float) -> list[li
     typed = [file for file in there if file.endswith(".py") and Path(file).parts[0] in folders]
     workers = [] if len(choice.run) < 4 else ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     until = ["-p", "scripts.deadline", "--deadline", str(deadline)]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not gpu", *until, *workers, *choice.run]
+    marked = ["-m", "not long and not slow and not gpu"]
+    pytest = [sys.executable, "-m", "pytest", "-q", *marked, *until, *workers, *choice.run]
     return [
         [f"{programs}/ruff", "check", "."],
         [f"{programs}/ruff", "format", "--check", "."],

@@ -23,6 +23,24 @@ from tests.fixtures.remote import save_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+CORE = {
+    "test_default_run.py",
+    "test_gateway.py",
+    "test_golden_runs.py",
+    "test_gradients.py",
+    "test_one_step.py",
+    "test_sync.py",
+    "test_token_exactness.py",
+    "test_zero3_sync.py",
+}
+"""Files of this folder that `make test` runs: tokens, gradients, weights and one whole run. Others are `long`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.path.name not in CORE:
+            item.add_marker(pytest.mark.long)
+
 
 @dataclass
 class Served:

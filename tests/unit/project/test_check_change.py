@@ -91,7 +91,7 @@ def test_what_a_limit_leaves_out_is_counted() -> None:
     assert describe(["trainer/base.py"], choice, SOURCES).splitlines() == [
         "unit tests: 2 in 1 file depend on the change and run, of 4 in 10 files",
         "left out: 2 in 2 files depend on it, too, over 2 imports or more; to run them: make check FILES=3",
-        "integration tests are left to `make test`",
+        "integration and long tests are left to `make test` and `make test-long`",
     ]
 
 

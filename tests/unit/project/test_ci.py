@@ -12,7 +12,7 @@ import pytest
 from tests.fixtures.paths import ROOT
 
 APT = ["apt-get update", "apt-get install -y --no-install-recommends chromium"]
-MAKE = ["make environments", "make lint", "make test", "make test-v2"]
+MAKE = ["make environments", "make lint", "make test", "make test-long", "make test-v2"]
 
 
 def run(directory: Path, *, user: int = 0, without: str = "", failing: str = "") -> tuple[int, list[str]]:
@@ -49,7 +49,13 @@ def test_nothing_is_installed_where_it_is_there_or_may_not_be(tmp_path: Path, ma
 
 
 @pytest.mark.parametrize(
-    ("failing", "calls"), [("make lint", MAKE[:2]), ("make test-v2", [*MAKE[:2], "make test-v2"]), ("make test", MAKE)]
+    ("failing", "calls"),
+    [
+        ("make lint", MAKE[:2]),
+        ("make test-v2", [*MAKE[:2], "make test-v2"]),
+        ("make test", [*MAKE[:3], MAKE[4]]),
+        ("make test-long", MAKE),
+    ],
 )
 def test_a_failing_check_fails_the_run(tmp_path: Path, failing: str, calls: list[str]) -> None:
     code, found = run(tmp_path, failing=failing)

@@ -48,7 +48,9 @@ def test_make_without_a_target_lists_every_target_and_every_target_is_phony() ->
     assert set(phony.split()) == targets, "a file with the name of a target, such as docs, would switch it off"
 
 
-@pytest.mark.parametrize("target", ["train", "train-zero3", "real", "test", "test-unit", "test-slow", "lint", "format"])
+@pytest.mark.parametrize(
+    "target", ["train", "train-zero3", "real", "test", "test-long", "test-unit", "test-slow", "lint", "format"]
+)
 def test_a_target_installs_before_it_runs(target: str) -> None:
     commands = make("--dry-run", target).stdout
     install, *others = [line for line in commands.splitlines() if "scripts/install.sh" in line or ".venv/bin/" in line]
@@ -81,7 +83,7 @@ def test_settings_reach_the_commands() -> None:
     assert "scripts/train.py experiment=demo algorithm=dr_grpo" in make("-n", "train", "ARGS=algorithm=dr_grpo").stdout
     tested = make("-n", "test", "PYTEST_ARGS=-k packing", "SKIP_INSTALL=1").stdout
     assert "-k packing" in tested
-    assert '-m "not slow and not gpu"' in tested
+    assert '-m "not long and not slow and not gpu"' in tested
     assert "install.sh" not in tested
 
 
