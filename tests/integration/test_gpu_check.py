@@ -1,6 +1,6 @@
 """`make gpu-check` in its rehearsed form: every check with a CPU form passes, the others say what they need.
 
-`make test` rehearses the quick form: an engine, its evidence, a transfer of weights and a run.
+Each change rehearses the quick form: an engine, its evidence, a transfer of weights and a run.
 """
 
 from __future__ import annotations
