@@ -108,7 +108,7 @@ def test_a_run_continues_from_an_adapter_on_disk(adapted_run: Path, demo: tuple[
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("engine", ["embedded", "colocated"])
+@pytest.mark.parametrize("engine", [pytest.param("embedded", marks=pytest.mark.slow), "colocated"])
 def test_two_zero3_ranks_send_adapters_alone(engine: str, demo: tuple[str, ...], tmp_path: Path) -> None:
     train(
         *demo, *SMALL, *LORA, f"rollout={engine}", "updates=3", f"run_root={tmp_path}", "run_name=two", ranks=2
@@ -118,7 +118,7 @@ def test_two_zero3_ranks_send_adapters_alone(engine: str, demo: tuple[str, ...],
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("launcher_file", ["ddp", "zero2"])
+@pytest.mark.parametrize("launcher_file", [pytest.param("ddp", marks=pytest.mark.slow), "zero2"])
 def test_two_ranks_train_adapters_on_quantized_weights(
     launcher_file: str, demo: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -136,6 +136,7 @@ def test_two_ranks_train_adapters_on_quantized_weights(
     assert (tmp_path / "two/model/adapter/adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_adapters_goes_on_bit_for_bit(demo: tuple[str, ...], tmp_path: Path) -> None:
     runs = recipe(demo, tmp_path, "model.lora.rank=8", "updates=4")
     whole = runs.finish("whole")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from lockstep.demo.make import make_demo
 from lockstep.rollout.saved_rollouts import read_rollouts
+from tests.fixtures.forked_python import forked_python
 from tests.fixtures.interpreters import python_with
 from tests.fixtures.paths import ROOT
 
@@ -30,9 +32,14 @@ def python() -> str:
     return python_with("the agents' packages", "smolagents")
 
 
-def metrics_of(python: str, runs: Path, *words: str) -> list[dict[str, Any]]:
-    """Run `scripts/train.py` and return the metrics of its updates."""
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+def metrics_of(python: str, runs: Path, *words: str, folders: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Run `scripts/train.py` and return the metrics of its updates. folders: of more packages."""
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *folders]),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     without_evaluation = ("data.heldout_path=null", "eval.every=0", "eval.before_training=false")
     words = (*words, *without_evaluation, f"run_root={runs}", "run_name=run")
     done = subprocess.run(
@@ -54,23 +61,28 @@ def metrics_of(python: str, runs: Path, *words: str) -> list[dict[str, Any]]:
 def test_agents_of_four_frameworks_lose_no_rollout(tmp_path: Path, python: str) -> None:
     rows = [
         {"question": f"compute {11 + update}*{7 + update}", "answer": "", "agent": name}
-        for update in range(3)
+        for update in range(2)
         for name in FRAMEWORKS
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reward.py").write_text("def many(rollout): return float(rollout.num_sampled % 7)\n")
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
     metrics_of(
-        python,
+        forked_python(),
         tmp_path / "runs",
         f"environment.settings.agent={ROOT}/tests/fixtures/framework_agents.py:play",
         f"data.path={tmp_path}/rows.jsonl",
         "data.shuffle=false",
         f"reward.functions=[{tmp_path}/reward.py:many]",
-        "updates=3",
+        "updates=2",
         "rollout.prompts_per_step=4",
         "rollout.samples_per_prompt=3",
+        folders=[packages],
     )
-    for path in sorted((tmp_path / "runs/run/rollouts").glob("step-*.jsonl")):
+    files = sorted((tmp_path / "runs/run/rollouts").glob("step-*.jsonl"))
+    assert len(files) == 2
+    for path in files:
         rollouts = list(read_rollouts(path))
         # Clients that a framework keeps between episodes lose rollouts from the second update on.
         assert Counter(rollout.example["agent"] for rollout in rollouts) == dict.fromkeys(FRAMEWORKS, 3)

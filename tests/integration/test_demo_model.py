@@ -1,9 +1,10 @@
-"""The demo of the quickest task from data to model, and its model in transformers and in vLLM."""
+"""The demo of the calculator from data to model, and its model in transformers and in vLLM."""
 
 from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,15 +28,17 @@ from lockstep.rollout.records import RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.forked_python import forks_for_spawns
+from tests.fixtures.paths import ROOT
 
 
-def make(directory: Path, task: str = "reverse", seed: int = 0) -> DemoInfo:
-    return make_demo(task, directory / "model", directory / "data", seed, Console(file=io.StringIO()))
+def make(model: Path, data: Path, task: str = "calculator") -> DemoInfo:
+    return make_demo(task, model, data, 0, Console(file=io.StringIO()))
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory) -> DemoInfo:
-    return make(tmp_path_factory.mktemp("demo"))
+def demo() -> DemoInfo:
+    """The demo that other tests train, which is made again after each change of the code that makes it."""
+    return make(ROOT / "models/calculator", ROOT / "data/demo/calculator")
 
 
 def rows(demo: DemoInfo, name: str) -> list[dict]:
@@ -44,24 +47,26 @@ def rows(demo: DemoInfo, name: str) -> list[dict]:
 
 def test_the_reward_of_the_model_is_in_its_range(demo):
     assert MIDDLING[0] <= demo.sampled_reward <= MIDDLING[1]
-    assert not demo.is_cached
 
 
 def test_a_second_call_changes_nothing(demo):
     weights = demo.model_dir / "model.safetensors"
     written = weights.stat().st_mtime_ns
-    again = make(demo.model_dir.parent)
+    again = make(demo.model_dir, demo.data_dir)
     assert again.is_cached
     assert again.sampled_reward == demo.sampled_reward
     assert weights.stat().st_mtime_ns == written
 
 
 @pytest.mark.slow
-def test_a_damaged_model_is_made_again(demo):
-    weights = demo.model_dir / "model.safetensors"
+def test_a_damaged_model_is_made_again(demo, tmp_path):
+    model, data = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(demo.model_dir, model)
+    shutil.copytree(demo.data_dir, data)
+    weights = model / "model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-8])
-    repaired = make(demo.model_dir.parent)
+    repaired = make(model, data)
     assert not repaired.is_cached
     assert weights.read_bytes() == before, "the same seed must make the same model, bit for bit"
 
@@ -74,7 +79,7 @@ def test_the_saved_model_and_tokenizer_earn_the_recorded_reward(demo):
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
     assert model.config.vocab_size == len(tokenizer) == demo.vocab_size
     heldout = rows(demo, "heldout.jsonl")[:128]
-    greedy = sampled_reward(model, tokenizer, TASKS["reverse"], heldout, seed=0, greedy=True)
+    greedy = sampled_reward(model, tokenizer, TASKS["calculator"], heldout, seed=0, greedy=True)
     assert greedy == demo.greedy_heldout_reward
 
 
@@ -100,8 +105,8 @@ def test_rollouts_in_vllm_earn_what_the_warm_start_measured(demo, tmp_path):
             sampler = Sampler(
                 engine=engine,
                 chat=chat,
-                make_environment=lambda: make_environment("reverse"),
-                max_turns=1,
+                make_environment=lambda: make_environment("calculator"),
+                max_turns=TASKS["calculator"].max_turns,
                 seed=0,
             )
             collected = loop.run(
@@ -111,7 +116,7 @@ def test_rollouts_in_vllm_earn_what_the_warm_start_measured(demo, tmp_path):
             scored = loop.run(rewards.score(collected), timeout=60)
         finally:
             loop.run(engine.close(), timeout=30)
-    assert {rollout.status for rollout in scored} <= {RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED}
+    assert RolloutStatus.FAILED not in {rollout.status for rollout in scored}
     mean = sum(rollout.reward for rollout in scored) / len(scored)
     # Samples of 128 and 256 have standard errors below 0.045 and 0.032; the bound is four of their difference.
     assert mean == pytest.approx(demo.sampled_reward, abs=0.22)
@@ -119,6 +124,8 @@ def test_rollouts_in_vllm_earn_what_the_warm_start_measured(demo, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["calculator", "chain"])
-def test_the_rewards_of_tasks_with_tools_are_in_range_too(task, tmp_path):
-    assert MIDDLING[0] <= make(tmp_path, task).sampled_reward <= MIDDLING[1]
+@pytest.mark.parametrize("task", ["reverse", "chain"])
+def test_the_rewards_of_other_tasks_are_in_range_too(task, tmp_path):
+    made = make(tmp_path / "model", tmp_path / "data", task)
+    assert not made.is_cached
+    assert MIDDLING[0] <= made.sampled_reward <= MIDDLING[1]

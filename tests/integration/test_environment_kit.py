@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from lockstep.lab.finding import Finding, Verdict
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.start import open_engine
-from tests.fixtures.forked_python import forks_for_spawns
+from tests.fixtures.forked_python import forked_python, forks_for_spawns
 from tests.fixtures.paths import ROOT
 
 SUMS = [{"question": f"compute {n}*{n + 2}-5", "answer": str(n * (n + 2) - 5)} for n in range(11, 17)]
@@ -144,9 +143,16 @@ def test_our_environments_pass(
     assert by_check["reward of the reference"].verdict is Verdict.OK
 
 
+IN_FORKS = (
+    "import runpy, sys; sys.executable, *sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+"""The process that examines is a fork, too."""
+
+
 def check(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    python = forked_python()
     return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "check_environment.py", *arguments],
+        [python, "-c", IN_FORKS, python, ROOT / "scripts" / "check_environment.py", *arguments],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,

@@ -76,7 +76,12 @@ LAUNCHERS = {"one process": (), "ddp": accelerate("ddp"), "zero3": accelerate("z
 
 
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(name, marks=pytest.mark.distributed if LAUNCHERS[name] else ()) for name in LAUNCHERS]
+    "launcher",
+    [
+        "one process",
+        pytest.param("ddp", marks=[pytest.mark.distributed, pytest.mark.slow]),
+        pytest.param("zero3", marks=pytest.mark.distributed),
+    ],
 )
 def test_a_run_that_ends_by_an_error_saves_its_last_update_and_goes_on(
     own: tuple[str, ...], tmp_path: Path, launcher: str

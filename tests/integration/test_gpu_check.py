@@ -1,4 +1,7 @@
-"""`make gpu-check` in its rehearsed form: every check with a CPU form passes, the others say what they need."""
+"""`make gpu-check` in its rehearsed form: every check with a CPU form passes, the others say what they need.
+
+Each change rehearses the quick form: an engine, its evidence, a transfer of weights and a run.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +16,72 @@ from typing import Any
 import pytest
 
 from scripts.gpu_check import has_vnni
-from scripts.gpu_checks import CHECKS
+from scripts.gpu_checks import CHECKS, Check
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+@pytest.fixture(scope="module", params=["--quick", pytest.param("", id="whole", marks=pytest.mark.slow)])
+def rehearsal(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     out = tmp_path_factory.mktemp("checked") / "run"
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.gpu_check", "--rehearse", "--out", str(out)],
+        [sys.executable, "-m", "scripts.gpu_check", "--rehearse", *filter(None, [request.param]), "--out", str(out)],
         cwd=ROOT, capture_output=True, text=True, timeout=880, env={**os.environ, "PYTHON_EXEC": forked_python()},
     )  # fmt: skip
     return done, out
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def results(rehearsal: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, dict[str, Any]]:
     done, out = rehearsal
     assert (out / "gpu_check.json").exists(), done.stderr[-4000:]
     return {one["check"]["name"]: one for one in json.loads((out / "gpu_check.json").read_text())["results"]}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_a_check_passes_its_rehearsal_or_says_what_it_needs(check: Any, results: dict[str, dict[str, Any]]) -> None:
-    found = results[check.name]
-    if check.needs_vnni and not has_vnni():
-        assert (found["verdict"], found["reason"]) == ("skipped", "needs a GPU, or a CPU with VNNI")
-    elif check.rehearses:
-        assert found["verdict"] == "passed", found
-        assert found["measured"]
-    else:
-        assert (found["verdict"], found["reason"], found["measured"]) == ("skipped", "needs a GPU", [])
+@pytest.fixture
+def checks(request: pytest.FixtureRequest) -> list[Check]:
+    is_quick = request.node.callspec.params["rehearsal"] == "--quick"
+    return [check for check in CHECKS if check.is_quick or not is_quick]
+
+
+def runs(check: Check) -> bool:
+    return check.rehearses and (has_vnni() or not check.needs_vnni)
+
+
+def test_each_check_passes_its_rehearsal_or_says_what_it_needs(
+    checks: list[Check], results: dict[str, dict[str, Any]]
+) -> None:
+    assert list(results) == [check.name for check in checks]
+    assert {name: one for name, one in results.items() if one["verdict"] not in ("passed", "skipped")} == {}
+    for check in checks:
+        found = results[check.name]
+        if runs(check):
+            assert found["verdict"] == "passed"
+            assert found["measured"]
+        else:
+            needed = "needs a GPU, or a CPU with VNNI" if check.needs_vnni else "needs a GPU"
+            assert (found["verdict"], found["reason"], found["measured"]) == ("skipped", needed, [])
 
 
 def test_the_rehearsal_reports_and_exits_with_success(
-    rehearsal: tuple[subprocess.CompletedProcess[str], Path], results: dict[str, dict[str, Any]]
+    rehearsal: tuple[subprocess.CompletedProcess[str], Path], checks: list[Check], results: dict[str, dict[str, Any]]
 ) -> None:
     done, out = rehearsal
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    passed = sum(check.rehearses and (has_vnni() or not check.needs_vnni) for check in CHECKS)
-    assert f"{passed} passed, 0 failed, {len(CHECKS) - passed} skipped" in done.stdout
+    run = {check.name for check in checks if runs(check)}
+    assert f"{len(run)} passed, 0 failed, {len(checks) - len(run)} skipped" in done.stdout
     to_paste = done.stdout.partition("To paste into an issue:")[2]
     page = (out / "index.html").read_text()
     for name in results:
         assert f"\n| {name} | " in to_paste
         assert f"<h2>{name} " in page
-        assert (out / name / "log.txt").exists() == (results[name]["verdict"] != "skipped")
+        assert (out / name / "log.txt").exists() == (name in run)
     with zipfile.ZipFile(out.with_suffix(".zip")) as archive:
         names = archive.namelist()
-    assert {"gpu_check.json", "report.md", "evidence/engine_settings.txt", "loop/log.txt"} <= set(names)
+    expected = {"gpu_check.json", "report.md", "evidence/engine_settings.txt", *(f"{name}/log.txt" for name in run)}
+    assert expected <= set(names)
     assert any(name.startswith("first_update/runs/") and name.endswith("rank-0.txt") for name in names)

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fixtures.forked_python import forked_python
+from tests.fixtures.ranks import run_ranks
 from tests.unit.project.test_launching import on_kubernetes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,11 +68,13 @@ def launch(directory: Path, name: str, *options: str, within: Sequence[str] = ()
     """Start a launcher. within: a command that runs it on another host."""
     script = directory / "script.py"
     script.write_text(SCRIPT)
-    command = [*within, sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    python = sys.executable if within else forked_python()  # a fork runs on the host of its server
+    command = [*within, python, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--config_file", str(ROOT / "configs" / "accelerate" / f"{name}.yaml"), *options]
     command += [str(script), str(directory)]
     # Hide GPUs: the files are tested on the CPU.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["PYTHON_EXEC"] = python  # of the ranks
     environment["TORCH_EXTENSIONS_DIR"] = str(directory / "compiled")  # no compiler runs: see the assertion in `check`
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -127,7 +131,11 @@ def test_two_machines_make_the_update_of_all_ranks(tmp_path: Path) -> None:
 
 def test_two_pods_of_the_kubernetes_file_make_the_update_of_all_ranks(tmp_path: Path) -> None:
     """The lines of the file, as two processes on loopback, with the script of this test in the place of train.py."""
-    port = str(free_port())
+    port, python = str(free_port()), forked_python()
+    programs = tmp_path / "environment/bin"
+    programs.mkdir(parents=True)
+    (programs / "accelerate").write_text(f'#!/bin/sh\nexec {python} -m accelerate.commands.accelerate_cli "$@"\n')
+    (programs / "accelerate").chmod(0o755)
     for name in ("scripts/run_node.sh", "configs/accelerate/multi_node.yaml"):
         (tmp_path / name).parent.mkdir(parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -135,8 +143,15 @@ def test_two_pods_of_the_kubernetes_file_make_the_update_of_all_ranks(tmp_path: 
     pods = []
     for rank in range(2):
         line, variables = on_kubernetes("colocated", rank)
-        own = {"NODES": "127.0.0.1 127.0.0.1", "GPUS": "1", "PORT": port, "VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
-        own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")}
+        own = {
+            "NODES": "127.0.0.1 127.0.0.1",
+            "GPUS": "1",
+            "PORT": port,
+            "VENV": str(programs.parent),
+            "PYTHON_EXEC": python,
+        }
+        own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        own |= {"TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")}
         pods.append(
             subprocess.Popen(
                 [*line[: line.index("run") + 1], str(tmp_path)],
@@ -150,6 +165,5 @@ def test_two_pods_of_the_kubernetes_file_make_the_update_of_all_ranks(tmp_path: 
 
 def test_a_script_without_a_launcher_is_one_rank(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, tmp_path / "script.py", tmp_path], env=environment, check=True, timeout=TIMEOUT_S)
+    run_ranks((), tmp_path / "script.py", tmp_path, timeout_s=TIMEOUT_S, CUDA_VISIBLE_DEVICES="").check_returncode()
     check(tmp_path, num_ranks=1, zero_stage=0)

@@ -13,8 +13,8 @@ from scripts.published.models import published_models
 from scripts.published.prove import MODES, prove
 from tests.fixtures.forked_python import forked_python
 
-QUICK = (("Nemotron-H", "zero3"),)
-"""Proofs of `make test`: weights that an engine packs for bfloat16, and shards of two ranks."""
+QUICK = (("SmolLM3", "float32"),)
+"""Proofs of `make test-long`."""
 
 
 def recorded() -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForC
 
 from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.families import EXPERTS
+from tests.fixtures.forked_python import forked_python
 from tests.integration.test_run import ROOT, command, demo, metrics, train
 
 __all__ = ["demo"]  # the fixture: the demo's model and data
@@ -42,7 +42,9 @@ def sparse(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("replay", "ranks"), [("engine", None), ("engine", 2), ("old", 2)])
+@pytest.mark.parametrize(
+    ("replay", "ranks"), [("engine", None), ("engine", 2), pytest.param("old", 2, marks=pytest.mark.slow)]
+)
 def test_a_run_replays_routes(replay: str, ranks: int | None, sparse: tuple[str, ...]) -> None:
     name = f"{replay}-{ranks}"
     train(*sparse, f"correction.routing_replay={replay}", f"run_name={name}", ranks=ranks)
@@ -63,7 +65,7 @@ def test_a_run_replays_routes(replay: str, ranks: int | None, sparse: tuple[str,
 def test_a_dense_model_is_refused_before_an_engine_starts(demo: tuple[str, ...], tmp_path: Path) -> None:
     overrides = (*demo, "correction.routing_replay=engine", f"run_root={tmp_path}", "run_name=dense")
     done = subprocess.run(
-        command(*overrides, python=sys.executable), cwd=ROOT, capture_output=True, text=True, timeout=200
+        command(*overrides, python=forked_python()), cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode != 0
     assert "is a dense model; set correction.routing_replay=off" in (done.stdout + done.stderr).replace("\n", " ")

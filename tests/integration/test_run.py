@@ -84,7 +84,7 @@ def first_run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     output = train(
         *demo, *SMALL, "updates=12", f"run_root={root}", "run_name=first", "checkpoint.every=4", "eval.every=12",
         "eval.before_training=true", "eval.prompts=24", "eval.samples_per_prompt=2", "eval.temperature=1.5",
-        "eval.top_p=0.95", "logger.wandb=offline", python=sys.executable,
+        "eval.top_p=0.95", "logger.wandb=offline",
     )  # fmt: skip
     return root / "first", output
 

@@ -1,4 +1,4 @@
-"""Several compiled embedded engines on shared cores: the samples of a single engine, and independent restarts."""
+"""Several embedded engines on shared cores: the samples of a single engine, and independent restarts."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ def sampled(run: Path, step: int) -> list[list[int]]:
 
 
 @TWO
-@COMPILER
-def test_two_compiled_engines_train_as_one_does(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    "is_compiled",
+    [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=[pytest.mark.slow, COMPILER])],
+)
+def test_two_engines_train_as_one_does(demo: tuple[str, ...], tmp_path: Path, is_compiled: bool) -> None:  # noqa: F811
     settings = (*demo, *SMALL, "updates=2", f"run_root={tmp_path}", "checkpoint.every=0")
     train(*settings, "run_name=one")
-    output = train(*settings, "run_name=two", "rollout.num_engines=2", "rollout.compile_engine=true")
+    output = train(*settings, "run_name=two", "rollout.num_engines=2", f"rollout.compile_engine={is_compiled}")
     assert "starting 2 engines" in output
     assert {path.name for path in (tmp_path / "two/logs").glob("engine*")} == {"engine.log", "engine-1.log"}
     for log in ("engine.log", "engine-1.log"):
-        assert "enforce_eager=False" in (tmp_path / "two/logs" / log).read_text()
+        assert f"enforce_eager={not is_compiled}" in (tmp_path / "two/logs" / log).read_text()
     assert sampled(tmp_path / "two", 1) == sampled(tmp_path / "one", 1)
     for line in metrics(tmp_path / "two"):
         assert line["rollout_correction/logp_diff_abs_max"] < 1e-3

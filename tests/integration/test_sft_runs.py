@@ -54,7 +54,9 @@ def heldout(run: Path) -> list[float]:
     return [line["eval/cross_entropy"] for line in metrics(run) if "eval/cross_entropy" in line]
 
 
-@pytest.mark.parametrize("lora", [(), LORA], ids=["whole model", "lora"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param((), id="whole model"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)]
+)
 def test_two_zero3_ranks_train_demonstrations_as_one_process_does(
     lora: tuple[str, ...], settings: tuple[str, ...], tmp_path: Path
 ) -> None:
