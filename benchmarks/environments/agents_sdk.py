@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import agents  # type: ignore[import-not-found]
 import openai
 
-import agents  # type: ignore[import-not-found]
 from lockstep.rollout.environments.demo.calculator import evaluate
 
 
