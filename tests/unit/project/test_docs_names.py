@@ -72,7 +72,7 @@ def test_every_preset_that_a_page_chooses_is_one(page: Path) -> None:
 @every_page
 def test_every_file_that_a_page_names_or_links_is_there(page: Path) -> None:
     """Links and anchors between the pages of the site: `test_the_site_builds_without_a_warning`."""
-    folders = "trainer|rollout|rewards|demo|scripts|configs|tests|docs|benchmarks|examples"
+    folders = "lab|integrations|trainer|rollout|rewards|demo|scripts|configs|tests|docs|benchmarks|examples"
     named = re.findall(rf"(?<![\w./<-])((?:{folders})/[\w./-]*\w\.(?:py|md|yaml|png|sh))(?!\w)", page.read_text())
     links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     files = [ROOT / name for name in named] + [page.parent / link for link in links]
