@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from lockstep.demo.warm_start import new_model
 from lockstep.lab.diagnose import open_examiner
 from lockstep.lab.diagnosis.cases import Case, sample_cases
 from lockstep.lab.diagnosis.causes import VARIANTS, Cause, Severity
-from lockstep.lab.diagnosis.diagnosis import REEXAMINED
+from lockstep.lab.diagnosis.diagnosis import REEXAMINED, Diagnosis
 from lockstep.lab.diagnosis.examiner import Examiner
 from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.build import make_chat
@@ -52,6 +53,15 @@ def examined(config: Config) -> Iterator[tuple[Examiner, list[Case]]]:
             yield examiner, cases
 
 
+@pytest.fixture(scope="module")
+def broken(examined: tuple[Examiner, list[Case]]) -> Callable[[Cause], Diagnosis]:
+    """Examine the pipeline with a variant, once for all tests."""
+    examiner, cases = examined
+    return functools.cache(
+        lambda variant: examiner.examine(cases[:4], variant)
+    )  # the others repeat the fourth's rollouts
+
+
 @pytest.mark.engine
 def test_a_right_pipeline_agrees_to_rounding_in_every_case(examined):
     examiner, cases = examined
@@ -68,18 +78,17 @@ def test_a_right_pipeline_agrees_to_rounding_in_every_case(examined):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_broken_variant_is_detected_and_named(examined, variant):
+def test_every_broken_variant_is_detected_and_named(examined, broken, variant):
     examiner, cases = examined
-    diagnosis = examiner.examine(cases[:4], variant)  # the other cases use the rollouts of the fourth again
+    diagnosis = broken(variant)
     assert diagnosis.finding.severity is not Severity.OK
     assert diagnosis.finding.cause is variant
     assert examiner.examine(cases[:1]).finding.severity is Severity.OK, "the variant left something broken"
 
 
 @pytest.mark.engine
-def test_each_variant_shows_in_its_own_evidence(examined):
-    examiner, cases = examined
-    found = {variant: examiner.examine(cases[:1], variant).cases[0].evidence for variant in VARIANTS}
+def test_each_variant_shows_in_its_own_evidence(broken):
+    found = {variant: broken(variant).cases[0].evidence for variant in VARIANTS}
     assert found[Cause.RETOKENIZE].match.id_match_rate < 1
     assert found[Cause.MISSING_FINAL].match.coverage < 1
     assert found[Cause.MISSING_FINAL].mismatch["kl_v2"] < 1e-6, "the remaining tokens are right"
