@@ -111,6 +111,7 @@ def _declared_in(module: str) -> type | None:
     return next(own, None)
 
 
+@functools.cache  # the metadata of every installed package takes tens of milliseconds, and each update asks
 def _entry_points() -> dict[str, list[EntryPoint]]:
     by_name: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=GROUP):

@@ -76,7 +76,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (folder / "entry_points.txt").write_text(f"[lockstep.environments]\n{entries}\n")
     monkeypatch.syspath_prepend(tmp_path)
+    environments._entry_points.cache_clear()
     yield tmp_path
+    environments._entry_points.cache_clear()
     for module in ("lockstep_chess", "lockstep_broken"):
         sys.modules.pop(module, None)
 
