@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.rewards.batches import BatchReward, Scope, each
-from lockstep.rewards.functions.built_in import ISOLATED
+from lockstep.rewards.functions import ISOLATED
 from lockstep.rewards.meter import METRIC, Meter, measuring
 from lockstep.rewards.outcomes import ERRORS, MAX_REWARD, Outcome, Verdict, judge_batch
 from lockstep.rewards.resolve import resolve

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.rewards.batches import GROUP_PARAMETER, BatchReward, is_group_wise
-from lockstep.rewards.functions.built_in import FUNCTIONS
+from lockstep.rewards.functions import FUNCTIONS
 from lockstep.rewards.model.settings import ModelSettings
 from lockstep.rewards.signatures import adapt, check_settings
 from lockstep.rollout.errors import ConfigError

@@ -99,6 +99,7 @@ ROOMS = (
     "rollout/chat",
     "rollout/saved_rollouts.py",
     "rollout/system",
+    "rollout/on_demand.py",
     "rollout/records.py",
     "rollout/replies.py",
     "rollout/errors.py",

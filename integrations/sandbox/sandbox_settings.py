@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from lockstep.integrations.sandbox.containers import container_enclosure, container_problem
 from lockstep.integrations.sandbox.remote_sandbox import RemoteSandbox
 from lockstep.rollout.errors import ConfigError, SandboxError
+from lockstep.rollout.sandbox import ENVIRONMENT_SETTING
 from lockstep.rollout.sandbox.execution import Language, Limits, Sandbox
 from lockstep.rollout.sandbox.program_session import SessionSandbox
-from lockstep.rollout.sandbox.sandbox import ENVIRONMENT_SETTING, local_enclosure, refuse_unisolated_root
+from lockstep.rollout.sandbox.sandbox import local_enclosure, refuse_unisolated_root
 
 SHOWN = "environment.settings"
 BELONGS = {"unsafe": "local", "image": "docker", "docker_program": "docker", "url": "remote", "token_env": "remote"}

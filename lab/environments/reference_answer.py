@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.lab.environments.subject import Answer, Options, Player, Subject, reward_of
-from lockstep.rewards.functions.built_in import FUNCTIONS
+from lockstep.rewards.functions import FUNCTIONS
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Message, Rollout

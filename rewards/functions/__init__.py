@@ -1,1 +1,39 @@
-"""Built-in reward functions."""
+"""Built-in reward functions: `fn(rollout, **settings) -> float`, or of a group (`rewards/batches.py`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.rollout.on_demand import OnDemand
+
+JUDGES = {
+    "llm_judge": "judges.scored:LlmJudge",
+    "rubric_judge": "judges.rubric:RubricJudge",
+    "pairwise_judge": "judges.pairwise:PairwiseJudge",
+}
+FUNCTIONS = OnDemand[Callable[..., Any]](
+    __name__,
+    {
+        "demo_answer": "built_in:demo_answer",
+        "exact_match": "built_in:exact_match",
+        "contains": "built_in:contains",
+        "numeric": "built_in:numeric",
+        "regex": "built_in:regex",
+        "think_format": "built_in:think_format",
+        "soft_overlong": "built_in:soft_overlong",
+        "repetition": "built_in:repetition",
+        "environment_reward": "built_in:environment_reward",
+        "math_equal": "mathematics:math_equal",
+        "reasoning_gym": "reasoning_gym:reasoning_gym",
+        "code_tests": "programs:code_tests",
+        "tool_calls_match": "tool_calls:tool_calls_match",
+        "question_answer": "tagged:question_answer",
+        "similarity": "tagged:similarity",
+        **JUDGES,
+        "majority_vote": "consensus:MajorityVote",
+        "novelty": "consensus:Novelty",
+    },
+)
+"""By name. A class is made from its settings, which it checks, then called as a function."""
+
+ISOLATED = frozenset({"regex", "math_equal", "reasoning_gym", "code_tests", "similarity", "majority_vote", "novelty"})
+"""Built-ins that may hang on a model's text, and therefore always run in a process that can be killed."""

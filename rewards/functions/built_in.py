@@ -1,4 +1,4 @@
-"""Built-in reward functions: of one rollout, `fn(rollout, **settings) -> float`, or of a group (`rewards/batches.py`).
+"""Built-in reward functions that are short, `fn(rollout, **settings) -> float`. `functions/__init__.py` names all.
 
 They read what was sampled (`rollout.answer`, `rollout.sampled_turns`) and `rollout.example` (the data row); only the
 length reward counts sampled tokens. The answer is the text of the last sampled turn; a tool call alone has none.
@@ -8,20 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 from lockstep.rewards.functions.answers import expected, reference
-from lockstep.rewards.functions.consensus import MajorityVote, Novelty
-from lockstep.rewards.functions.judges.pairwise import PairwiseJudge
-from lockstep.rewards.functions.judges.rubric import RubricJudge
-from lockstep.rewards.functions.judges.scored import LlmJudge
-from lockstep.rewards.functions.mathematics import math_equal
 from lockstep.rewards.functions.numbers import final_number, first_number, only_number
-from lockstep.rewards.functions.programs import code_tests
-from lockstep.rewards.functions.reasoning_gym import reasoning_gym
-from lockstep.rewards.functions.tagged import question_answer, similarity
-from lockstep.rewards.functions.tool_calls import tool_calls_match
 from lockstep.rewards.shaping import length_penalty
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Rollout
@@ -129,30 +118,3 @@ def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
     grams = Counter(tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1))
     total = sum(grams.values())
     return -(total - len(grams)) / total if total else 0.0
-
-
-JUDGES = (LlmJudge, RubricJudge, PairwiseJudge)
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        demo_answer,
-        exact_match,
-        contains,
-        numeric,
-        regex,
-        think_format,
-        soft_overlong,
-        repetition,
-        environment_reward,
-        math_equal,
-        reasoning_gym,
-        code_tests,
-        tool_calls_match,
-        question_answer,
-        similarity,
-    )
-} | {kept.NAME: kept for kept in (*JUDGES, MajorityVote, Novelty)}
-"""By name. A class is made from its settings, which it checks, then called as a function."""
-
-ISOLATED = frozenset({"regex", "math_equal", "reasoning_gym", "code_tests", "similarity", "majority_vote", "novelty"})
-"""Built-ins that may hang on a model's text, and therefore always run in a process that can be killed."""

@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.rollout.errors import ConfigError, SandboxError
+from lockstep.rollout.sandbox import REWARD_SETTING
 from lockstep.rollout.sandbox.execution import Execution, Limits
 from lockstep.rollout.sandbox.program_session import Enclosure, Session
 from lockstep.rollout.sandbox.system_calls import refusing_filter
@@ -53,9 +54,6 @@ WORKDIR, PLACE = "/sandbox", "/call"
 """Directories of an episode's files, and of the text of its current program: one that fills the first can still be
 followed by one that empties it."""
 PLACE_BYTES = 4 * 2**20
-REWARD_SETTING = "reward.settings.code_tests.unsafe"
-ENVIRONMENT_SETTING = "environment.settings.unsafe"
-"""Settings that turn the walls off."""
 
 
 def run_python(

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.rewards.functions.built_in import FUNCTIONS
-from lockstep.rewards.functions.programs import code_tests
+from lockstep.rewards.functions import FUNCTIONS
 from lockstep.rewards.outcomes import ERRORS
 from lockstep.rewards.resolve import MODEL, check_built_in, compares_groups
 from lockstep.rewards.signatures import refuse_foreign
@@ -22,7 +21,6 @@ from lockstep.rollout.environments.mixed import parts_of
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.episode.environment import ChecksSystem
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.sandbox.sandbox import isolation_problem
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.user_functions import file_sha256, written_names
 from lockstep.trainer.config.hints import closest
@@ -250,9 +248,11 @@ def reward_model_problems(config: Config) -> Iterator[str]:
 
 def sandbox_problems(config: Config) -> Iterator[str]:
     """Yield the problem of a system that cannot run programs of the model behind walls; tried by running one."""
-    runs_programs = code_tests.__name__ in config.reward.functions
-    if runs_programs and not runs_unisolated(config) and (problem := isolation_problem()) is not None:
-        yield f"reward.functions names code_tests: {problem}"
+    if "code_tests" in config.reward.functions and not runs_unisolated(config):
+        from lockstep.rollout.sandbox.sandbox import isolation_problem  # runs without programs do not load walls
+
+        if (problem := isolation_problem()) is not None:
+            yield f"reward.functions names code_tests: {problem}"
     with BackgroundLoop() as loop:
         for environment in parts_of(make_environment(config.environment.name, **config.environment.settings)):
             if isinstance(environment, ChecksSystem) and (problem := loop.run(environment.problem())) is not None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.rollout.environments import declared_parts
-from lockstep.rollout.sandbox.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
+from lockstep.rollout.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
 from lockstep.rollout.system.user_functions import file_sha256
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import names_function

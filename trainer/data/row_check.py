@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.rewards.functions.built_in import FUNCTIONS, ISOLATED
+from lockstep.rewards.functions import FUNCTIONS, ISOLATED
 from lockstep.rewards.functions.reasoning_gym import COLUMN
 from lockstep.rollout.chat.messages import normalize_messages
 from lockstep.rollout.environments import make_environment

@@ -8,8 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from lockstep.rewards.model.classifier import refuse_labels, remaining_bias
-from lockstep.rewards.model.reward import ModelReward
 from lockstep.rewards.resolve import MODEL
 from lockstep.rollout.chat.chat import generation_stops, load_tokenizer, vocabulary_difference
 from lockstep.rollout.errors import ConfigError
@@ -176,6 +174,9 @@ def refuse_outside(setting: str, path: str, size: int, ids: Mapping[str, int] | 
 
 
 def _refuse_unfit_reward_model(settings: Mapping[str, Any]) -> None:
+    from lockstep.rewards.model.classifier import refuse_labels, remaining_bias  # of no use to other rewards
+    from lockstep.rewards.model.reward import ModelReward
+
     path = str(settings["path"])
     source = {"setting": "reward.settings.model.path", "trust_remote_code": bool(settings.get("trust_remote_code"))}
     own = read_config(path, **source)

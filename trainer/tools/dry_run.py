@@ -23,7 +23,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.rewards.functions.built_in import JUDGES
+from lockstep.rewards.functions import JUDGES
 from lockstep.rewards.resolve import MODEL
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
@@ -64,7 +64,7 @@ from lockstep.trainer.sft.cross_entropy import Demonstrations, tokenized
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500
 """Length above which a row loses its middle."""
-SLOW_REWARDS = {MODEL, *(judge.NAME for judge in JUDGES)}
+SLOW_REWARDS = {MODEL, *JUDGES}
 """Reward functions that load weights or call another machine."""
 ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "target", "ground_truth", "chosen")
 """The first of these in a row is the text of the assistant's turns."""

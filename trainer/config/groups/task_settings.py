@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.rewards.functions.built_in import ISOLATED
+from lockstep.rewards.functions import ISOLATED
 from lockstep.trainer.config.conditions import WORKERS
 from lockstep.trainer.setting import setting
 

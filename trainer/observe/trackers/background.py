@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from queue import Full, Queue
 
-from lockstep.trainer.observe.trackers.mlflow_run import MlflowRun
-from lockstep.trainer.observe.trackers.swanlab_run import SwanlabRun
-from lockstep.trainer.observe.trackers.tensorboard_run import TensorBoardRun
+from lockstep.rollout.on_demand import OnDemand
 from lockstep.trainer.observe.trackers.tracker import (
     LocalTracker,
     Session,
@@ -20,15 +18,16 @@ from lockstep.trainer.observe.trackers.tracker import (
     tracker_directory,
     write_tracked,
 )
-from lockstep.trainer.observe.trackers.trackio_run import TrackioRun
 
-KINDS: dict[str, type[LocalTracker]] = {
-    "tensorboard": TensorBoardRun,
-    "mlflow": MlflowRun,
-    "trackio": TrackioRun,
-    "swanlab": SwanlabRun,
-}
-
+KINDS = OnDemand[type[LocalTracker]](
+    __name__.rpartition(".")[0],
+    {
+        "tensorboard": "tensorboard_run:TensorBoardRun",
+        "mlflow": "mlflow_run:MlflowRun",
+        "trackio": "trackio_run:TrackioRun",
+        "swanlab": "swanlab_run:SwanlabRun",
+    },
+)
 
 WAITING = 1000
 """Maximum number of calls that wait for the tracker."""

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from lockstep.rewards.functions import FUNCTIONS
 from lockstep.rewards.functions.built_in import (
-    FUNCTIONS,
     contains,
     demo_answer,
     exact_match,

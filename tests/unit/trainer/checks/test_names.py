@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import lockstep.trainer.checks.names
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.sandbox import sandbox
 from lockstep.trainer.checks.names import reward_name_problems, sandbox_problems
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.config.user_code import runs_unisolated, unisolated_settings
@@ -18,7 +18,7 @@ UNSAFE = "+reward.settings.code_tests.unsafe=true"
 
 
 def test_a_system_that_cannot_isolate_programs_is_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr(lockstep.trainer.checks.names, "isolation_problem", lambda: "no namespaces here")
+    monkeypatch.setattr(sandbox, "isolation_problem", lambda: "no namespaces here")
     assert list(sandbox_problems(composed(CODE))) == ["reward.functions names code_tests: no namespaces here"]
     assert list(sandbox_problems(composed(CODE, UNSAFE))) == []
     assert list(sandbox_problems(composed("reward.functions=[exact_match]"))) == []
@@ -109,9 +109,9 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 def test_the_check_of_a_run_includes_the_sandbox(arguments, monkeypatch):
-    monkeypatch.setattr(lockstep.trainer.checks.names, "isolation_problem", lambda: None)
+    monkeypatch.setattr(sandbox, "isolation_problem", lambda: None)
     validate(composed(*arguments, CODE))
-    monkeypatch.setattr(lockstep.trainer.checks.names, "isolation_problem", lambda: "no namespaces here")
+    monkeypatch.setattr(sandbox, "isolation_problem", lambda: "no namespaces here")
     with pytest.raises(ConfigError, match="no namespaces here"):
         validate(composed(*arguments, CODE))
     validate(composed(*arguments, CODE), needs_data=False)

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.observe.metrics_log import MetricsLog
-from lockstep.trainer.observe.trackers import background
+from lockstep.trainer.observe.trackers import background, tensorboard_run
 from lockstep.trainer.observe.trackers.background import KINDS
 from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Session, Table, Values
 from lockstep.trainer.observe.trackers.wandb_run import Lineage
@@ -169,7 +169,7 @@ class Made:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> type[Made]:
-    monkeypatch.setitem(KINDS, "tensorboard", Made)
+    monkeypatch.setattr(tensorboard_run, "TensorBoardRun", Made)
     monkeypatch.setattr(Made, "delay_s", 0.0)
     monkeypatch.setattr(Made, "fails_at", "")
     return Made
