@@ -3,6 +3,7 @@
 * Property tests draw the same examples in every run; HYPOTHESIS_PROFILE=explore draws others.
 * Tests that start engines or ranks are skipped where torch sees a GPU: their numeric bounds and shares of memory are
   those of CPU engines, several at once. `make gpu-check` (docs/gpu.md) checks those paths on GPUs.
+* No test asks the hub: where it cannot be reached, each question is repeated for half a minute.
 """
 
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Time on a busy machine says nothing: by default slow drawing fails a test, too."""
 settings.register_profile("repeat", UNTIMED, derandomize=True)

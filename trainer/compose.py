@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,22 @@ def all_keys(tree: DictConfig, prefix: str = "") -> list[str]:
     return keys
 
 
+@cache
+def known_keys(config_class: type) -> frozenset[str]:
+    """Return the dotted names of all settings and sections."""
+    return frozenset(all_keys(schema(config_class)))
+
+
 def unknown_keys(tree: DictConfig, config_class: type = Config) -> list[str]:
     """Return the keys of a tree that are no settings."""
-    known, chosen = set(all_keys(schema(config_class))), tuple(f"{name}." for name in free_form(config_class()))
+    known, chosen = known_keys(config_class), tuple(f"{name}." for name in free_form(config_class()))
     return [key for key in all_keys(tree) if key not in known and not key.startswith(chosen)]
 
 
 def to_config(tree: DictConfig, config_class: type = Config) -> Any:
     """Convert a composed tree. Raises `ConfigError` for keys that are no settings."""
     for key in unknown_keys(tree, config_class):  # `+key=value` gets past the schema
-        hint = closest(key, sorted(all_keys(schema(config_class))))
+        hint = closest(key, sorted(known_keys(config_class)))
         raise ConfigError(f"{key} is not a setting{hint}; `--cfg job` prints all of them")
     for key in all_keys(tree):  # the link may be moved by another run, or by this one
         value = OmegaConf.select(tree, key, throw_on_missing=False)

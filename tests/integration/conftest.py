@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import sampled_logprobs, save_tiny_model, tiny_qwen3
 from tests.fixtures.remote import save_model
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 CORE = {
     "test_default_run.py",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -106,11 +108,25 @@ def test_nan_fails(run: Callable[[Check], Result]) -> None:
 def test_a_check_that_exceeds_its_limit_fails_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    pid = tmp_path / "endless" / "pid"
+
+    class Limited(subprocess.Popen[bytes]):
+        """A process whose limit of 40 s is over as soon as its check has started a child."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != 40:
+                return super().wait(timeout)
+            while not (pid.exists() and pid.read_text()):
+                assert self.poll() is None, "it ended before its limit"
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
     monkeypatch.delenv("PYTHON_EXEC", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", Limited)
     found = run_check(made_up("endless", limit_s=40), tmp_path, rehearses=True)
     assert found.verdict == FAILED
     assert "timed out after 40 s" in found.reason
-    wait_until_gone([int((tmp_path / "endless" / "pid").read_text())], timeout_s=5)
+    wait_until_gone([int(pid.read_text())], timeout_s=5)
 
 
 def test_a_skipped_check_never_counts_as_passed() -> None:

@@ -159,7 +159,7 @@ def test_requests_wait_for_the_end_of_a_pause_that_refuses_them(tmp_path: Path, 
         return waiting
 
     with BackgroundLoop() as loop:
-        engine = Paused(EngineSettings(model="model"), loop=loop, log_path=tmp_path / "engine.log")
+        engine = Paused(EngineSettings(model=str(tmp_path)), loop=loop, log_path=tmp_path / "engine.log")
         waiting = loop.run(pause_and_request())
         stand_in: Any = engine.llm
         assert stand_in.answered == (1 if mode == "keep" else 0)
@@ -178,14 +178,14 @@ def test_a_request_that_waits_for_a_pause_ends_with_the_engine(tmp_path: Path) -
         await asyncio.wait_for(waiting, 10)
 
     with BackgroundLoop() as loop:
-        engine = Paused(EngineSettings(model="model"), loop=loop, log_path=tmp_path / "engine.log")
+        engine = Paused(EngineSettings(model=str(tmp_path)), loop=loop, log_path=tmp_path / "engine.log")
         with pytest.raises(EngineError, match="the engine was closed"):
             loop.run(close_while_one_waits())
 
 
 def test_an_engine_that_died_while_paused_answers_again_after_its_restart(tmp_path: Path) -> None:
     with BackgroundLoop() as loop:
-        engine = Paused(EngineSettings(model="model"), loop=loop, log_path=tmp_path / "engine.log")
+        engine = Paused(EngineSettings(model=str(tmp_path)), loop=loop, log_path=tmp_path / "engine.log")
         loop.run(engine.pause("wait"))
         stand_in: Any = engine.llm
         stand_in.errored = True
@@ -201,7 +201,7 @@ def test_an_engine_whose_weights_no_sync_brings_back_keeps_them_asleep(
     tmp_path: Path, adapters: AdapterSettings | None, expected: list[int | str]
 ) -> None:
     with BackgroundLoop() as loop:
-        engine = Paused(EngineSettings(model="model", adapters=adapters), loop=loop, log_path=tmp_path / "engine.log")
+        engine = Paused(EngineSettings(model=str(tmp_path), adapters=adapters), loop=loop, log_path=tmp_path / "engine.log")
         for level in (2, 1):
             loop.run(engine.sleep(level))
         stand_in: Any = engine.llm

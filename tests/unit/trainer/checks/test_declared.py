@@ -11,7 +11,7 @@ from lockstep.trainer.checks.declared import unused_problems
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.declare import declared_arguments
-from lockstep.trainer.setting import declarations
+from lockstep.trainer.setting import When, declarations
 from tests.fixtures.composed import demo as composed
 from tests.fixtures.pages import PAGES, bash_blocks
 from tests.unit.trainer.test_cli import complete
@@ -148,11 +148,11 @@ def test_a_setting_with_an_effect_is_accepted(words: str) -> None:
 
 
 CONDITIONAL = {name: declared for name, (declared, _) in declarations(Config()).items() if declared.when is not None}
+CONDITIONS = {id(declared.when): declared.when for declared in CONDITIONAL.values()}
 
 
-@pytest.mark.parametrize("name", CONDITIONAL)
-def test_the_suggested_overrides_fulfill_the_condition(name: str) -> None:
-    when = CONDITIONAL[name].when
+@pytest.mark.parametrize("when", CONDITIONS.values(), ids=lambda when: when.instead)
+def test_the_suggested_overrides_fulfill_the_condition(when: When) -> None:
     if when.instead.startswith("it for") or " with " in when.instead:  # not an override alone
         return
     assert when.holds(composed(*when.instead.replace("<user or organization>/<name>", "me/it").split()))
@@ -160,10 +160,9 @@ def test_the_suggested_overrides_fulfill_the_condition(name: str) -> None:
 
 def test_every_condition_is_covered_by_a_refused_setting() -> None:
     changed = {word.partition("=")[0] for words, _ in REFUSED for word in words.split()}
-    conditions = {id(declared.when): declared.when.instead for declared in CONDITIONAL.values()}
     tried = {id(CONDITIONAL[name].when) for name in changed & CONDITIONAL.keys()}
     derived = {id(CONDITIONAL[f"algorithm.{name}"].when) for name in declared_arguments()}
-    assert not [instead for key, instead in conditions.items() if key not in tried | derived]
+    assert not [when.instead for key, when in CONDITIONS.items() if key not in tried | derived]
 
 
 def test_every_cause_is_a_setting() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("lm_eval", reason="pip install 'lm-eval<0.5' for tasks of lm
 
 from lm_eval.api.instance import Instance  # type: ignore[import-not-found]
 from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
+from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
@@ -207,6 +209,12 @@ def test_the_first_failure_ends_all_requests(engine: ModelEngine) -> None:
         model_over(engine).loglikelihood([request("loglikelihood", "a", "b")] * 9)
 
 
+@pytest.fixture
+def own_tasks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the tasks that come with lm-eval: it reads their 13,000 files for every `TaskManager`."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+
+
 def run_tasks(engine: Any, directory: Path, **settings: Any) -> TaskRun:
     config = Config()
     config.eval.lm_eval.tasks = list(NAMES)
@@ -226,7 +234,6 @@ def run_tasks(engine: Any, directory: Path, **settings: Any) -> TaskRun:
 def expected_results(directory: Path) -> Any:
     """Return the results of lm-eval with its own Hugging Face backend."""
     from lm_eval import simple_evaluate  # type: ignore[import-not-found]
-    from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
     return simple_evaluate(
         model=hugging_face(max_length=CONTEXT - 2),
@@ -267,6 +274,7 @@ def assert_same_answers(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
             assert one == other
 
 
+@pytest.mark.usefixtures("own_tasks_alone")
 def test_every_metric_of_the_tasks_has_a_form(engine: ModelEngine, tmp_path: Path) -> None:
     run = run_tasks(engine, tmp_path)
     forms = {f"{metric.task}/{metric.metric}": metric.form for metric in run.metrics}
@@ -316,6 +324,7 @@ def test_ids_of_a_text_with_its_bos_have_one_bos(engine: ModelEngine) -> None:
     assert calls == [{}, {"add_special_tokens": False}]
 
 
+@pytest.mark.usefixtures("own_tasks_alone")
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -84,7 +84,7 @@ def pack(tokens: int = TOKENS):
     return collate([row], [0])
 
 
-def kept_bytes(made: Policy) -> int:
+def kept_bytes(made: Policy, tokens: int = TOKENS) -> int:
     """Measure the storages that autograd keeps between forward and backward, without the parameters'."""
     own = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
     kept: dict[int, int] = {}
@@ -96,7 +96,7 @@ def kept_bytes(made: Policy) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = made(pack())
+        outputs = made(pack(tokens))
     assert outputs[0].requires_grad
     return sum(kept.values())
 
@@ -138,17 +138,18 @@ def test_planned_activations_of_a_layer_are_what_autograd_keeps(
         varlen_attention, "varlen_attn", lambda query, key, value, *_, **__: Kernel.apply(query, key, value)
     )
     is_cast, is_half = precision == "autocast", precision != "float32"
+    tokens = 256
 
     def both(layers: int) -> tuple[int, int]:
         torch.manual_seed(0)
         made = Policy(AutoModelForCausalLM.from_config(DENSE[family](layers)), compute_dtype="bfloat16")
         made = made.bfloat16() if precision == "bfloat16 weights" else made
         planned = activation_bytes(
-            shape_of(made), TOKENS, compute=2 if is_half else 4, is_cast=is_cast, has_kernel=has_kernel and is_half,
+            shape_of(made), tokens, compute=2 if is_half else 4, is_cast=is_cast, has_kernel=has_kernel and is_half,
             is_checkpointed=False,
         )  # fmt: skip
         with torch.autocast("cpu", torch.bfloat16, enabled=is_cast, cache_enabled=False):
-            measured = kept_bytes(made)
+            measured = kept_bytes(made, tokens)
         if is_cast:  # autograd also keeps autocast's copies of weights, which the plan counts as weights
             measured -= 2 * sum(p.numel() for n, p in made.named_parameters() if ".layers." in n and p.ndim == 2)
         return planned, measured
@@ -178,7 +179,8 @@ def test_planned_activations_of_experts_and_routers_are_what_autograd_keeps(
 ) -> None:
     def both(experts: int) -> tuple[int, int]:
         torch.manual_seed(0)
-        made = Policy(MIXTURES[mixture](experts)).train()
+        with torch.device("meta" if is_checkpointed else "cpu"):  # then no forward follows
+            made = Policy(MIXTURES[mixture](experts)).train()
         shape = shape_of(made)
         parts = [
             measure(shape, TOKENS, compute=4, is_checkpointed=is_checkpointed, **losses)
