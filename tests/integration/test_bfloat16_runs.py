@@ -22,7 +22,7 @@ LARGEST_DIFFERENCE = 0.05
 @pytest.mark.parametrize(
     ("launcher_file", "ranks"),
     [
-        pytest.param("zero3", 2, id="zero3", marks=pytest.mark.slow),
+        pytest.param("zero3", 2, id="zero3"),
         pytest.param("ddp", 2, id="ddp", marks=pytest.mark.slow),
         pytest.param("zero2", 2, id="zero2", marks=pytest.mark.slow),
         pytest.param("zero3", None, id="one process", marks=pytest.mark.slow),

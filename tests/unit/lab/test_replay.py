@@ -22,7 +22,7 @@ from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.observe.metrics_log import BATCH
-from lockstep.trainer.sft.cross_entropy import EPOCH
+from lockstep.trainer.sft.demonstration_rows import EPOCH
 from tests.fixtures.distributed import FakeRank
 from tests.unit.lab.pages.test_run_report import rollout
 
@@ -33,6 +33,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "evil.py").write_text(
         f"open({str(tmp_path / 'fired')!r}, 'w').write('x')\n"
         "class Env:\n    tools = ()\n    def __init__(self, **settings): pass\n"
+        "    async def reset(self, example): pass\n    async def step(self, turn): pass\n"
         "def reward(rollout): return 1.0\n"
     )
     (tmp_path / "model").mkdir()

@@ -133,7 +133,7 @@ def test_a_turn_without_its_reasoning_is_found_in_the_conversation_and_a_call_of
     assert record.call_messages == (1, None, 3)
 
 
-def test_a_turn_that_the_first_request_had_is_no_call() -> None:
+def test_a_turn_of_the_first_request_is_not_a_call() -> None:
     record = session()
     ask(record, talk(user("a"), said("yes"), user("again"), said("yes")))
     ask(record, talk(user("a"), said("yes"), user("again"), said("yes"), user("b"), said("2")), "extended")

@@ -201,7 +201,9 @@ def test_an_engine_whose_weights_no_sync_brings_back_keeps_them_asleep(
     tmp_path: Path, adapters: AdapterSettings | None, expected: list[int | str]
 ) -> None:
     with BackgroundLoop() as loop:
-        engine = Paused(EngineSettings(model=str(tmp_path), adapters=adapters), loop=loop, log_path=tmp_path / "engine.log")
+        engine = Paused(
+            EngineSettings(model=str(tmp_path), adapters=adapters), loop=loop, log_path=tmp_path / "engine.log"
+        )
         for level in (2, 1):
             loop.run(engine.sleep(level))
         stand_in: Any = engine.llm

@@ -30,7 +30,7 @@ from tests.fixtures.ranks import TORCHRUN, reports
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks got from the same calls."""
+    """Results of each of two ranks from the same calls."""
     return reports(TORCHRUN, "tests.integration.workers.collectives", tmp_path_factory.mktemp("ranks"), timeout_s=280)
 
 
