@@ -145,6 +145,7 @@ docs: install ## Write the generated pages of docs/ from the code, and build the
 	$(BIN)/python -m scripts.map_code
 	$(BIN)/python -m scripts.list_models
 	$(BIN)/python -m scripts.list_environments
+	$(BIN)/python -m scripts.list_stability
 	$(BIN)/python -m scripts.list_licenses
 	$(BIN)/python -m scripts.list_memory
 	$(BIN)/python -m scripts.recipes.page

@@ -12,6 +12,7 @@ prompt, the reward of empty, echoed, repeated and right answers, the columns tha
 tokens of the training rows, spread within groups, cost. The page is docs/environments.md. Further words are settings,
 as for scripts/train.py.
 Exit status 0: all checks passed; 1: a check failed; 2: the environment or a setting cannot be used.
+Experimental: each version adds checks, so that an environment which passes today may fail tomorrow.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ Both: the trainer's own update of a tiny model has the same gradient for every d
 microbatches and rows, with every denominator, in one process and in two.
 On the CPU, in some ten seconds, without an engine. The tutorial is docs/tutorials/own_loss.md.
 Exit status 0: all checks passed; 1: a check failed; 2: the function or a setting cannot be used.
+Experimental: each version adds checks, so that a loss which passes today may fail tomorrow.
 """
 
 from __future__ import annotations

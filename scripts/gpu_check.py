@@ -9,6 +9,7 @@ Each check runs in a process of its own with a time limit. The table, `gpu_check
 the log of each check are in the run directory; a zip file beside it has what a report needs, without secrets. Exit
 status: 0 if checks passed and none failed, 1 if one failed or none passed, 2 if nothing can be checked here.
 docs/gpu.md describes the checks.
+Experimental: it has not run on a GPU yet.
 """
 
 from __future__ import annotations

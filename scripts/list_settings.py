@@ -48,6 +48,8 @@ def meaning(declared: Setting) -> str:
     elif declared.when is not None and not declared.when.instead.startswith("it for"):
         counts = "With `algorithm=sft` counts" if declared.when is LEARNS_FROM_TEACHER else "Counts"
         text += f". {counts} with `{declared.when.instead}`"
+    if declared.experimental:
+        text += f". *Experimental*: {declared.experimental}"
     return text
 
 

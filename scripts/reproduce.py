@@ -8,6 +8,7 @@
 
 Settings behind the name are those of scripts/train.py. The verdict is in verdict.md and verdict.json of the run
 directory. Exit status: 0 reproduced, 1 not, 2 a mistake in the settings or a machine that does not fit.
+Experimental: only the recipes for a CPU have run.
 """
 
 from __future__ import annotations

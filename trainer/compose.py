@@ -24,7 +24,7 @@ from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.prepared import DEMO, DEMO_REWARD, data_folder
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.setting import free_form
+from lockstep.trainer.setting import experimental, free_form
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 TASK = {
@@ -194,6 +194,8 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
     experiment = [word for word in words if word.startswith("experiment=")]
     if experiment and typed and kept:
         parts["kept"] = f"{', '.join(kept)} of {experiment[-1]}, beside another {', '.join(typed)}"
+    if uncertain := experimental(config):
+        parts["experimental"] = "; ".join(f"{name}, {reason}" for name, reason in uncertain.items())
     keys = Counter(word.partition("=")[0] for word in words if "=" in word)
     if repeated := [key for key, count in keys.items() if count > 1]:
         parts["typed twice"] = f"{', '.join(repeated)}: the last one counts"

@@ -52,6 +52,8 @@ class Setting:
     """None: always."""
     example: str | None = None
     """Override to paste, of a setting that has no default: its value here is empty."""
+    experimental: str | None = None
+    """Reason why it may change with any version (docs/stability.md), as a phrase; None: stable."""
 
     def problem(self, value: Any) -> str | None:
         """Return the problem of a value as a phrase that follows it, or None."""
@@ -117,6 +119,12 @@ def declarations(settings: Any, prefix: str = "") -> dict[str, tuple[Setting, An
         else:
             found[f"{prefix}{one.name}"] = (one.metadata["setting"], value)
     return found
+
+
+def experimental(settings: Any) -> dict[str, str]:
+    """Return the reason by name of each experimental setting that differs from the default of the schema."""
+    chosen = {name: declared for name, (declared, value) in declarations(settings).items() if value != declared.default}
+    return {name: declared.experimental for name, declared in chosen.items() if declared.experimental}
 
 
 def free_form(settings: Any) -> tuple[str, ...]:

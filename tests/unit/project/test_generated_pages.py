@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import generated, list_environments, list_licenses, list_memory, list_models, list_settings, map_code
+from scripts import (
+    generated,
+    list_environments,
+    list_licenses,
+    list_memory,
+    list_models,
+    list_settings,
+    list_stability,
+    map_code,
+)
 from scripts.recipes import page
 from tests.fixtures.paths import ROOT
 
@@ -19,6 +28,7 @@ PAGES = (
     | list_licenses.PAGES
     | list_models.PAGES
     | list_memory.PAGES
+    | list_stability.PAGES
     | page.PAGES
 )
 

@@ -141,6 +141,12 @@ def test_the_first_lines_name_the_task_with_its_tools() -> None:
     assert "held out" not in describe_task(composed(*words), words)
 
 
+def test_the_first_lines_name_experimental_settings_that_are_not_at_their_default() -> None:
+    words = ["experiment=demo", "rollout.quantization=fp8_per_channel", "model.compile=false"]
+    *_, last = describe_task(composed(*words), words).splitlines()
+    assert last == "experimental   rollout.quantization, not run on a GPU yet"
+
+
 def test_held_out_data_that_is_left_out_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

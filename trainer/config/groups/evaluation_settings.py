@@ -12,7 +12,10 @@ from lockstep.trainer.setting import setting
 @dataclass
 class LmEvalConfig:
     tasks: list[str] = setting(
-        [], "tasks of lm-eval to evaluate in place of data.heldout_path: names, patterns or files", when=EVALUATE_SCRIPT
+        [],
+        "tasks of lm-eval to evaluate in place of data.heldout_path: names, patterns or files",
+        when=EVALUATE_SCRIPT,
+        experimental="it follows the interface of lm-eval 0.4",
     )
     include_path: str | None = setting(None, "directory of further task files; null: none", when=EVALUATE_SCRIPT)
     num_fewshot: int | None = setting(

@@ -64,7 +64,11 @@ class ModelConfig:
         "recompute activations in the backward pass to save memory, for a third more time of an update; null: where "
         "the memory plan needs it",
     )
-    compile: bool = setting(False, "torch.compile the layers of the trained models; not under ZeRO-3")
+    compile: bool = setting(
+        False,
+        "torch.compile the layers of the trained models; not under ZeRO-3",
+        experimental="not measured on a GPU yet",
+    )
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
     lora: LoraConfig = field(default_factory=LoraConfig)
     adapters: dict[str, str] = setting(

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from lockstep.trainer.config.conditions import HUB, PROJECTS, WANDB
 from lockstep.trainer.setting import setting
 
+NOT_INSTALLED = "its package is not installed where each change is tested"
+STAND_IN = "tested with a stand-in of the hub"
+
 
 @dataclass
 class LoggerConfig:
@@ -18,13 +21,19 @@ class LoggerConfig:
     )
     tensorboard: bool = setting(False, "TensorBoard, with files in the run directory")
     mlflow: bool = setting(
-        False, "MLflow, on the server MLFLOW_TRACKING_URI; without it in a database in the run directory"
+        False,
+        "MLflow, on the server MLFLOW_TRACKING_URI; without it in a database in the run directory",
+        experimental=NOT_INSTALLED,
     )
     trackio: bool = setting(
-        False, "Trackio, in TRACKIO_DIR or its default, or on TRACKIO_SPACE_ID or TRACKIO_SERVER_URL"
+        False,
+        "Trackio, in TRACKIO_DIR or its default, or on TRACKIO_SPACE_ID or TRACKIO_SERVER_URL",
+        experimental=NOT_INSTALLED,
     )
     swanlab: bool = setting(
-        False, "SwanLab, as the environment variable SWANLAB_MODE says; without it offline, in the run directory"
+        False,
+        "SwanLab, as the environment variable SWANLAB_MODE says; without it offline, in the run directory",
+        experimental=NOT_INSTALLED,
     )
     project: str = setting("lockstep", "project of W&B, Trackio and SwanLab, experiment of MLflow", when=PROJECTS)
     entity: str | None = setting(None, "W&B entity", when=WANDB)
@@ -67,7 +76,7 @@ class CheckpointConfig:
 
 @dataclass
 class HubConfig:
-    repo: str | None = setting(None, "hub repository to upload the trained model to; null: none")
+    repo: str | None = setting(None, "hub repository to upload the trained model to; null: none", experimental=STAND_IN)
     private: bool = setting(True, "make a new repository private", when=HUB)
 
 

@@ -55,9 +55,12 @@ class RolloutConfig:
         "fp8_per_channel only",
         choices=ONLINE_SCHEMES,
         when=ROLLOUTS,
+        experimental="not run on a GPU yet",
     )
     batch_invariant: bool = setting(
-        False, "vLLM's batch-invariant kernels: a request has the same logprobs in any batch, at a cost; on GPUs"
+        False,
+        "vLLM's batch-invariant kernels: a request has the same logprobs in any batch, at a cost; on GPUs",
+        experimental="not run on a GPU yet",
     )
     sleep_level: int = setting(
         2,
