@@ -20,7 +20,6 @@ from typing import Any
 
 from lockstep.rollout.chat.tool_functions import BadArgumentsError, describe
 from lockstep.rollout.errors import ConfigError, ToolServerError
-from lockstep.rollout.hosts.foreign_schemas import refuse_wrong
 from lockstep.rollout.records import Message
 from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text
@@ -157,6 +156,8 @@ class Toolbox:
         tool = functools.partial(self._functions[name], **arguments)  # an argument may be called timeout_s
         finished = Finished()
         if name in self._arguments:
+            from lockstep.rollout.hosts.foreign_schemas import refuse_wrong  # runs without tools load no host
+
             check = functools.partial(refuse_wrong, self._arguments[name], arguments, is_own=True)
             finished = await call_with_deadline(check, timeout_s=self._timeout_s)
         if finished.error is None:

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,6 @@ from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
 from lockstep.rollout.system.addresses import LOOPBACK, address_towards
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
@@ -26,6 +26,9 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.start import engine_settings, start_members
 from lockstep.trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
 from lockstep.trainer.model.shape import planned_shape
+
+if TYPE_CHECKING:
+    from lockstep.rollout.server.remote_rank_engine import EngineService
 
 PEER_GRACE_S = 60.0
 """Extra wait for another rank's engine beyond that rank's own timeout, so that it can report the cause [s]."""
@@ -77,6 +80,8 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
 
 
 def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+    from lockstep.rollout.server.remote_rank_engine import EngineService, RemoteRankEngine  # of colocated engines alone
+
     rank = distributed.rank
     own = distributed.together(
         lambda: EmbeddedEngine(

@@ -18,14 +18,13 @@ from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_config
-from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.build import make_chat, vocab_size_of
 from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import longest_context, refuse_other_tokenizer
-from lockstep.trainer.engines.start import engine_key, engine_settings
+from lockstep.trainer.engines.start import engine_settings
 from lockstep.trainer.engines.teacher import Teacher
 from lockstep.trainer.engines.teacher_check import canary_diff, is_checked
 from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
@@ -151,6 +150,9 @@ def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[Po
     settings, rollout = config.teacher, config.rollout
     assert settings.path is not None
     if settings.urls:
+        from lockstep.rollout.server.server_engine import ServerEngine  # other runs do not load its client
+        from lockstep.trainer.engines.servers import engine_key
+
         servers = [
             ServerEngine(
                 url,

@@ -17,7 +17,8 @@ from lockstep.rollout.system.addresses import address_towards, is_loopback
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.named_models import refuse_unfit_models
-from lockstep.trainer.engines.start import engine_key, engine_settings
+from lockstep.trainer.engines.servers import engine_key
+from lockstep.trainer.engines.start import engine_settings
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 """Module that `vllm serve` runs for one server. The `vllm` script itself fails in the CPU build."""

@@ -21,14 +21,8 @@ from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.engines import engine_problems
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import choose_interface
-from lockstep.trainer.engines.start import (
-    check_cores,
-    check_engine,
-    check_quantization,
-    connect_servers,
-    engine_key,
-    start_engine,
-)
+from lockstep.trainer.engines.servers import check_quantization, connect_servers, engine_key
+from lockstep.trainer.engines.start import check_cores, check_engine, start_engine
 from lockstep.trainer.tools.serve_engine import check_host, command, shell_line
 from tests.fixtures.broken_models import change_config
 from tests.fixtures.fake_server import KEY, SERVER_INFO, FakeServer
