@@ -3,19 +3,22 @@
     python scripts/make_demo_model.py     # once, about a minute: the model and its questions
     python examples/one_step.py           # a minute on two CPU cores, with vLLM in this process
 
-    prompts ─► episodes ─► rewards ─► rows ─► advantages ─► logprobs ─► weights ─► loss ─► update ─► sync ─► samples
+    prompts ─► episodes ─► rewards ─► rows ─► advantages ─► logprobs ─► correction ─► loss ─► update ─► sync ─► samples
 
 Read `one_step` from top to bottom. Each stage is a function of the library, called without a `Config`; nothing exact is
 written twice. `Trainer.step` (trainer/step.py, docs/step.md) makes the same step, with all that a run needs around it:
 tests/integration/test_one_step.py compares the updated weights of the two, bit for bit.
 
+Three policies: π_samp sampled, in the engine; π_old scored the samples, in the trainer before the update; π_θ is being
+trained. The correction weight ρ = π_old / π_samp makes up for the engine, the ratio r = π_θ / π_old is what PPO clips.
+Here both are 1 up to rounding, because the engine is fresh and there is one update: nothing is truncated or clipped.
+
 Left out here, with the reason, and the place in the library:
 
 * Several ranks: no stage depends on their number. Rank 0 samples and sends the rows to the others
   (trainer/batch/step_batch.py), and all share the packs (trainer/batch/assignment.py, trainer/distributed/).
-* Several updates per rollout batch (epochs, minibatches): with one, π_θ = π_old, so the ratio of the loss is 1 and
-  nothing is clipped (trainer/update/updater.py).
-* The saving of a forward pass: if nothing needs π_old earlier, the first pass of the update gives its logprobs
+* Several updates per rollout batch (epochs, minibatches): π_θ leaves π_old after the first (trainer/update/updater.py).
+* The saving of a forward pass: the first pass of the update can give the logprobs of π_old, too
   (trainer/credit/old_policy.py).
 * Critic, KL from a reference, teacher, entropy bonus, router losses: GRPO needs none of them. Each is one more
   component (trainer/update/components/), from trainer/credit/, trainer/score/reference.py, trainer/engines/teacher.py.
@@ -72,7 +75,7 @@ NUM_PROMPTS, GROUP_SIZE = 8, 8  # a group is the rollouts of one prompt, which a
 MAX_TURNS = 3  # a tool call, its correction, and the answer
 MAX_TOKENS_PER_TURN, CONTEXT = 48, 512
 TEMPERATURE = 1.0
-TOKEN_BUDGET = 1024  # tokens per pack; so few that the step has several
+TOKEN_BUDGET = 1024  # tokens per pack (a microbatch); so few that the step has several
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # DAPO's wider upper bound: unlikely tokens may grow
 MAX_WEIGHT = 2.0  # truncated importance sampling
 LR, BETAS, MAX_GRAD_NORM = 3e-4, (0.9, 0.95), 1.0
@@ -137,12 +140,13 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
     sampled = sample(step=0)
 
     # 2. Rewards: one number per rollout, 1 for the right answer. A reward that fails is not a 0: its rollout is FAILED,
-    #    and the next line leaves it out.
+    #    and `StepBatch.of` leaves it out; its group goes on with the others.
     rollouts = engine.loop.run(make_reward_set(["demo_answer"]).score(sampled))
 
-    # 3. Training rows. The prompt of a turn mostly extends the turn before, so the calls of a rollout form a tree, and
-    #    each path to a leaf is one row (rollout/episode/rows.py): a conversation of three turns costs one forward pass
-    #    over its last one, not three. The loss mask has the sampled tokens. What the user and the tool said is context.
+    # 3. Training rows. The prompt of a turn begins with the whole conversation before it, so one row of the last prompt
+    #    and turn has all turns of a rollout: three turns cost one forward pass, not three. Where an environment edits
+    #    the history, the rollout has a row per branch, and still trains each sampled token once
+    #    (rollout/episode/rows.py). The loss mask has the sampled tokens. What the user and the tool said is context.
     batch = StepBatch.of(rollouts, mask_truncated=False)
     trainable = [rollout for rollout in rollouts if rollout.is_trainable]
     assert trainable, f"no rollout can be trained; the first one failed: {rollouts[0].error}"
@@ -162,9 +166,9 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
     packs = pack_rows(batch)
     old_N = score(policy, packs)
 
-    # 6. Correction. The engine sampled from π_samp: its kernels round differently, and its weights may be older. The
-    #    importance weight ρ = π_old / π_samp of each token, a constant without gradient, makes up for both. Here it is
-    #    within 1e-5 of 1; in bfloat16 it varies. Truncation bounds the variance that a few large weights would cause.
+    # 6. Correction. The engine's kernels round differently, and its weights may be older. The importance weight
+    #    ρ = π_old / π_samp of each token, a constant without gradient, makes up for both. Here it is within 1e-5 of 1;
+    #    in bfloat16 it varies. One above MAX_WEIGHT becomes MAX_WEIGHT: a few large ones would cause most variance.
     evidence = (old_N, batch.sampling_logprobs_N, batch.rollout_N, batch.num_rollouts)
     correction = correction_weights(*evidence, mode="token_truncate", bounds=(0.0, MAX_WEIGHT))
 
@@ -176,7 +180,7 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
         num_tokens=batch.layout.num_tokens,
         max_completion_length=MAX_TURNS * MAX_TOKENS_PER_TURN,  # the denominator of Dr. GRPO; not used by "token"
     )
-    tokens_S = rollout_count(batch.rollout_N, batch.num_rollouts)
+    tokens_S = rollout_count(batch.rollout_N, batch.num_rollouts)  # trained tokens of each rollout, not used by "token"
     loss = 0.0
     for packed in packs:
         logp_T, _ = policy(packed, temperature=TEMPERATURE, with_entropy=False)
@@ -198,8 +202,8 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
         share.backward()  # gradients of packs add up in `.grad`
         loss += share.item()
 
-    # 8. Update: clip the gradient by its global norm, then one step of AdamW. Its first step moves each weight by about
-    #    the learning rate, however small the gradient. A loss that is not finite must not reach the weights.
+    # 8. Update: clip the gradient by its global norm, then one step of AdamW. A gradient that is not finite must
+    #    not reach the parameters.
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM, error_if_nonfinite=True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=BETAS, weight_decay=0.0, fused=True)
     optimizer.step()
@@ -209,7 +213,9 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
     #    and a difference beyond rounding raises `SyncError`, so that no step samples from weights that are wrong.
     def score_canary(ids: Sequence[int]) -> list[float]:
         with torch.no_grad():
-            return policy(collate([whole_row(ids)], [0]), with_entropy=False)[0].tolist()
+            return policy(collate([whole_row(ids)], [0]), with_entropy=False)[
+                0
+            ].tolist()  # a pack of row 0 alone, at 1.0
 
     sync = WeightSync(module=policy.model, engines=[engine], score_canary=score_canary)
     synced = sync.push(version=1)  # updates since the weights on disk
@@ -222,7 +228,7 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
     packs = pack_rows(again)
     initial = Policy.from_pretrained(model_dir, engine_context=CONTEXT)
     trained_gap, initial_gap = (
-        float((again.sampling_logprobs_N - score(weights, packs)).abs().mean()) for weights in (policy, initial)
+        float((again.sampling_logprobs_N - score(scorer, packs)).abs().mean()) for scorer in (policy, initial)
     )
     return OneStep(
         rollouts=rollouts,
@@ -241,7 +247,8 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
 
 
 def pack_rows(batch: StepBatch) -> list[PackedBatch]:
-    """Pack all rows, at most `TOKEN_BUDGET` tokens in a pack. `collate` is the one place that shifts targets."""
+    """Pack all rows, at most `TOKEN_BUDGET` tokens in a pack. `collate` is the one place that shifts targets: the
+    logprob of a token comes from the position before it."""
     (packs,) = plan([len(row) for row in batch.rows], num_ranks=1, token_budget=TOKEN_BUDGET).microbatches
     return [collate(batch.rows, pack, batch.layout) for pack in packs]
 
