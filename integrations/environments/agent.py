@@ -28,7 +28,8 @@ from typing import Any
 from lockstep.integrations.gateway.server import Gateway
 from lockstep.integrations.gateway.session import CONTEXT_FULL, TOO_MANY_REQUESTS
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.environments.declaration import Declaration, RunEpisode, Table
+from lockstep.rollout.environments.declaration import Declaration
+from lockstep.rollout.environments.drivers import RunEpisode, Table
 from lockstep.rollout.episode.contract import read_facts
 from lockstep.rollout.episode.ending import ending
 from lockstep.rollout.episode.environment import RunsItself

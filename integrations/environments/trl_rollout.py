@@ -33,7 +33,8 @@ from typing import Any, SupportsFloat
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.environments.declaration import Declaration, RunEpisode, Table
+from lockstep.rollout.environments.declaration import Declaration
+from lockstep.rollout.environments.drivers import RunEpisode, Table
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.episode.contract import read_facts
 from lockstep.rollout.episode.conversation import CallRecord, request_seed

@@ -17,7 +17,8 @@ from typing import Any
 
 from lockstep.lab.environments.journal import Journal
 from lockstep.rollout.chat.messages import Tools
-from lockstep.rollout.environments.declaration import declaration_of, turn_by_turn
+from lockstep.rollout.environments.declaration import declaration_of
+from lockstep.rollout.environments.drivers import turn_by_turn
 from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed
 from lockstep.rollout.episode.contract import opening_problem, outcome_problem, step_problem, tools_problem
 from lockstep.rollout.episode.environment import (

@@ -9,48 +9,12 @@ environment by its name. A class in a file without one has the defaults; a packa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from lockstep.rollout.engine.protocol import Engine, Sampling
-from lockstep.rollout.environments.gateway_settings import GatewaySettings
-from lockstep.rollout.episode.environment import Environment, RunsItself
-from lockstep.rollout.episode.episode import CALL_TIMEOUT_S, run_episode
+from lockstep.rollout.environments.drivers import Driver, turn_by_turn
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.records import Rollout
-
-if TYPE_CHECKING:  # it imports transformers, which takes seconds: declarations are read while settings are checked
-    from lockstep.rollout.chat.chat import Chat
-
-RunEpisode = Callable[..., Awaitable[Rollout]]
-"""`run_episode` or another function of an environment and a row, with the arguments that episodes share filled in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Engine, chat and settings that a driver plays episodes with."""
-
-    engine: Engine
-    chat: Chat
-    sampling: Sampling
-    gateway: GatewaySettings | None = None
-    call_timeout_s: float = CALL_TIMEOUT_S
-
-
-Driver = Callable[[Table, Sequence[Environment | RunsItself]], AbstractAsyncContextManager[RunEpisode]]
-"""Opens what the episodes of these environments share, for as long as it is entered, and gives the function that plays
-one. Environments of one run with the same driver share it."""
-
-
-@asynccontextmanager
-async def turn_by_turn(
-    table: Table, environments: Sequence[Environment | RunsItself] = ()
-) -> AsyncIterator[RunEpisode]:
-    """Play an environment that answers each assistant turn."""
-    yield partial(run_episode, engine=table.engine, chat=table.chat, call_timeout_s=table.call_timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

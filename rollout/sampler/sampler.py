@@ -14,7 +14,8 @@ from typing import Any
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Engine, Sampling
-from lockstep.rollout.environments.declaration import Driver, RunEpisode, Table, declaration_of
+from lockstep.rollout.environments.declaration import declaration_of
+from lockstep.rollout.environments.drivers import Driver, RunEpisode, Table
 from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of, parts_of
 from lockstep.rollout.episode.conversation import request_seed

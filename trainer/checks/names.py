@@ -17,7 +17,8 @@ from lockstep.rewards.resolve import MODEL, check_built_in, compares_groups
 from lockstep.rewards.signatures import refuse_foreign
 from lockstep.rollout.chat.template_files import template_text
 from lockstep.rollout.environments import environment_class, environment_names, make_environment
-from lockstep.rollout.environments.declaration import declaration_of, turn_by_turn
+from lockstep.rollout.environments.declaration import declaration_of
+from lockstep.rollout.environments.drivers import turn_by_turn
 from lockstep.rollout.environments.mixed import parts_of
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.episode.environment import ChecksSystem, Environment, RunsItself

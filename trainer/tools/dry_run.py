@@ -28,7 +28,8 @@ from lockstep.rewards.resolve import MODEL
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments import make_environment
-from lockstep.rollout.environments.declaration import declaration_of, turn_by_turn
+from lockstep.rollout.environments.declaration import declaration_of
+from lockstep.rollout.environments.drivers import turn_by_turn
 from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.episode.episode import run_episode

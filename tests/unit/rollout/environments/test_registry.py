@@ -21,7 +21,8 @@ from lockstep.rollout.environments import (
     environment_names,
     make_environment,
 )
-from lockstep.rollout.environments.declaration import Declaration, turn_by_turn
+from lockstep.rollout.environments.declaration import Declaration
+from lockstep.rollout.environments.drivers import turn_by_turn
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.trainer.config.prepared import model_command
@@ -33,7 +34,8 @@ from tests.fixtures.policies import CHAT, Policy, sampling
 CHESS = """
 from contextlib import asynccontextmanager
 
-from lockstep.rollout.environments.declaration import Declaration, turn_by_turn
+from lockstep.rollout.environments.declaration import Declaration
+from lockstep.rollout.environments.drivers import turn_by_turn
 from lockstep.rollout.episode.environment import Step
 
 opened = []
