@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.rewards.batches import GROUP_PARAMETER, BatchReward, each, group_wise, plain
 from lockstep.rewards.meter import current
-from lockstep.rewards.trl import PASSED, from_trl, log_column, named, sampled_text
+from lockstep.rewards.trl import PASSED, from_trl, keyword_arguments, log_column, sampled_text
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.safe_text import error_text
@@ -157,7 +157,7 @@ def _verl(parameters: Mapping[str, Parameter], rollout: Rollout) -> Mapping[str,
         row.get("extra_info") or {},
     )
     passed = {key: value for key, value in zip(VERL, values, strict=True) if value is not None}
-    return named(parameters, passed, rollout.example)
+    return keyword_arguments(parameters, passed, rollout.example)
 
 
 def _verl_score(value: Any) -> Any:

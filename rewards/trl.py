@@ -68,12 +68,14 @@ def from_trl(function: Callable[..., Any], *, conversational: bool | None = None
             "log_metric": partial(_log_metric, meter),
             **settings,
         }
-        return named(parameters, everything, columns)
+        return keyword_arguments(parameters, everything, columns)
 
     return BatchReward(function=function, arguments=arguments)
 
 
-def named(parameters: Mapping[str, Parameter], values: Mapping[str, Any], columns: Iterable[str]) -> Mapping[str, Any]:
+def keyword_arguments(
+    parameters: Mapping[str, Parameter], values: Mapping[str, Any], columns: Iterable[str]
+) -> Mapping[str, Any]:
     """Return the arguments that a function takes by name. Raises `DataError` for a column that no row has."""
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, parameter in parameters.items():

@@ -53,6 +53,30 @@ WORDS = {
 }
 """Words that are refused everywhere, and what to write instead."""
 
+PARTICIPLES = frozenset(
+    [
+        "asked",
+        "called",
+        "chosen",
+        "drawn",
+        "found",
+        "given",
+        "kept",
+        "known",
+        "lacks",
+        "made",
+        "named",
+        "said",
+        "seen",
+        "sent",
+        "shown",
+        "taken",
+        "wanted",
+        "written",
+    ]
+)
+"""Words that are no name of a function or a class, which is a verb or a noun."""
+
 CITATIONS = {
     r"seed\s+000": '"KL Divergence Analysis" (jphme, gist, 2026)',
     r"seed\s+001": 'ms-swift docs, "Training-Inference-Mismatch"',
@@ -152,6 +176,14 @@ def check_name(name: str) -> list[str]:
     return [instead for _, _, instead in check_text(name.replace("_", " "))]
 
 
+def check_definitions(source: str) -> Iterator[Finding]:
+    """Yield the functions and classes that are named by a participle alone."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and node.name.strip("_").lower() in PARTICIPLES:
+            yield node.lineno, node.name, "a verb for a function, a noun for a class"
+
+
 def check_file(path: str) -> list[Finding]:
     """Return the findings in a file by line, without those of `EXCEPTIONS`."""
     allowed = [words for prefix, words, _ in EXCEPTIONS if path.startswith(prefix)]
@@ -160,6 +192,8 @@ def check_file(path: str) -> list[Finding]:
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".py"):
         found = list(check_python(text))
+        if not path.startswith("tests/"):
+            found += check_definitions(text)
     else:
         found = list(check_text(text))
         if not path.endswith((".md", ".jinja")):  # where # begins a comment

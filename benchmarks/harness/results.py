@@ -52,7 +52,7 @@ def report(
     print(f"\n{name}: {where['cpu']}, {where['cores']} cores, {where['date']}, load {where['load']}")
     print(table(rows))
     for key, value in numbers.items():
-        print(f"{key}: {shown(value)}")
+        print(f"{key}: {cell_text(value)}")
     if as_json:
         result = {"benchmark": name, **numbers, "rows": list(rows), **(details or {}), "machine": where}
         print(json.dumps(result), flush=True)
@@ -61,14 +61,14 @@ def report(
 def table(rows: Sequence[Row]) -> str:
     """Format aligned columns in Markdown, to paste into docs/performance.md."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names, *([shown(row.get(name, "")) for name in names] for row in rows)]
+    cells = [names, *([cell_text(row.get(name, "")) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     lines = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
     lines.insert(1, " | ".join("-" * width for width in widths))
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def shown(value: object) -> str:
+def cell_text(value: object) -> str:
     """Format a value with three digits; further ones are noise."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

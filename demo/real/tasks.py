@@ -81,14 +81,14 @@ def make_rows(
     files: dict[str, list[Row]] = {name: [] for name in counts}
     examples: dict[str, tuple[str, list[Message]]] = {}
     """Question and turns of each example by its answer; the examples of all rows."""
-    for question, answer in _drawn(task, seed):
+    for question, answer in _questions(task, seed):
         if len(examples) == task.shots:
             break
         turns = [{"role": "user", "content": question}, *(task.play or _say)(question, answer)]
         examples.setdefault(answer, (question, turns))
     asked = {question for question, _ in examples.values()}
     shown = [message for _, turns in examples.values() for message in turns]
-    for question, answer in _drawn(task, seed):
+    for question, answer in _questions(task, seed):
         if question in asked:
             continue
         name = "heldout.jsonl" if is_heldout(question) else "train.jsonl"
@@ -100,7 +100,7 @@ def make_rows(
     raise ConfigError(f"task {task.name} has too few different questions: {found} in {MAX_ROUNDS * DRAWS} draws")
 
 
-def _drawn(task: RealTask, seed: int) -> Iterator[tuple[str, str]]:
+def _questions(task: RealTask, seed: int) -> Iterator[tuple[str, str]]:
     """Yield questions with their answers, no question twice."""
     for entry in questions(task.generator, task.settings, seed=seed, size=DRAWS):
         if entry["answer"] not in task.left_out:

@@ -92,7 +92,7 @@ class GymnasiumEnvironment:
                 f"gymnasium: {env_id} has {count} actions, environment.settings.actions names {len(self._actions)}"
             )
         observation, _ = await self._call(functools.partial(self._game.reset, seed=seed))
-        text = f"{await self._shown(observation)}\nAnswer with one of: {', '.join(self._actions)}."
+        text = f"{await self._text_of(observation)}\nAnswer with one of: {', '.join(self._actions)}."
         system = () if self._system_prompt is None else ({"role": "system", "content": self._system_prompt},)
         return (*system, {"role": "user", "content": text})
 
@@ -113,7 +113,7 @@ class GymnasiumEnvironment:
         self._is_over = bool(ended or cut)
         if self._is_over:
             return Step(done=True, outcome={**outcome, "finished": 1})
-        return Step(messages=({"role": "user", "content": await self._shown(observation)},), outcome=outcome)
+        return Step(messages=({"role": "user", "content": await self._text_of(observation)},), outcome=outcome)
 
     async def conclude(self) -> Mapping[str, Any]:
         """Return a reward of 0 for an episode without a step that had one."""
@@ -123,7 +123,7 @@ class GymnasiumEnvironment:
         if self._game is not None:
             await call_with_deadline(self._game.close, timeout_s=self._timeout_s)
 
-    async def _shown(self, observation: Any) -> str:
+    async def _text_of(self, observation: Any) -> str:
         """Return the environment as text: rendered, or its observation."""
         rendered = await self._call(self._game.render) if self._game.render_mode == "ansi" else None
         return str(observation if rendered is None else rendered).encode("utf-8", "replace").decode("utf-8")

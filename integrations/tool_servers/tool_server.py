@@ -93,15 +93,15 @@ class ToolServer:
                 except TimeoutError:
                     await self.close()
                     raise ConfigError(
-                        f"{where} did not list its tools in {self._limits.start_timeout_s:g} s{self._said()}; raise "
-                        "environment.settings.start_timeout_s"
+                        f"{where} did not list its tools in {self._limits.start_timeout_s:g} s{self._stderr_end()}; "
+                        "raise environment.settings.start_timeout_s"
                     ) from None
                 except ConfigError:
                     await self.close()
                     raise
                 except Exception as error:  # of the package, the transport, or a server's answer
                     await self.close()
-                    raise ConfigError(f"{where} cannot be used: {_reason(error)}{self._said()}") from error
+                    raise ConfigError(f"{where} cannot be used: {_reason(error)}{self._stderr_end()}") from error
             return self._schemas
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -116,7 +116,7 @@ class ToolServer:
         except (ToolCallError, ToolServerError):
             raise
         except MCPError as error:
-            ending = self._said() if await self._is_closed(error, client) else ""
+            ending = self._stderr_end() if await self._is_closed(error, client) else ""
             raise ToolServerError(f"server {self.settings.name}: {_reason(error)}{ending}") from error
         except Exception as error:  # a result of wrong types, a broken connection
             raise ToolServerError(
@@ -184,7 +184,7 @@ class ToolServer:
             place = f"{self.settings.place}.tools"
             raise ConfigError(f"MCP server {name}: {error}; leave it out with {place}=[<others>]") from error
 
-    def _said(self) -> str:
+    def _stderr_end(self) -> str:
         """Return the end of the server's standard error as the end of a sentence."""
         text = self._output.text(wait_s=0.2)[-LOG_CHARS:]  # it has just ended
         return f"; its last output: {safe_text(text)}" if text else ""

@@ -189,8 +189,8 @@ async def _changes(subject: Subject, earned: Earned, column: str, swaps: Sequenc
         (again,) = await earn_reference(subject, earned.reference, [subject.rows[row]])
         if reward_of(again) == reward_of(before):  # else the reward is not the same twice, which another line says
             return (
-                f"The reference of row {row} earns {_shown(before)}, and {_shown(after)} if column {column!r} gets the "
-                "value of another row."
+                f"The reference of row {row} earns {_excerpt(before)}, and {_excerpt(after)} if column {column!r} gets "
+                "the value of another row."
             )
     return ""
 
@@ -243,6 +243,6 @@ def _all_equal(check: str, column: str) -> Finding:
     return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured="not checked")
 
 
-def _shown(rollout: Rollout) -> str:
+def _excerpt(rollout: Rollout) -> str:
     reward = reward_of(rollout)
     return "no reward" if reward is None else f"{reward:.3g}"

@@ -34,7 +34,7 @@ async def examine_again(subject: Subject, earned: Earned) -> AsyncIterator[Findi
     again = []
     for row, rollout in reversed(list(zip(subject.rows, before, strict=True))):
         player = earned.reference.play_of(row)
-        again.append(await (subject.play(row, player) if probe == "reference" else subject.say(row, _said(rollout))))
+        again.append(await (subject.play(row, player) if probe == "reference" else subject.say(row, _excerpt(rollout))))
     yield _same(SAME_TEXTS, before, (await subject.score(again))[::-1], samples=1)
     gate = Gate(len(before))
     together = await asyncio.gather(*map(partial(_play_at, gate, subject, earned), range(len(before))))
@@ -69,7 +69,7 @@ class Gate:
 
 
 async def _play_at(gate: Gate, subject: Subject, earned: Earned, row: int) -> Rollout:
-    said = _said(earned.rollouts["echoed prompt"][row])
+    said = _excerpt(earned.rollouts["echoed prompt"][row])
     play = earned.reference.play_of(subject.rows[row])
 
     async def player(messages: Sequence[Message]) -> Answer:
@@ -242,5 +242,5 @@ def _cost(rollouts: Sequence[Rollout], environment_s: float) -> Finding:
     return Finding(check="cost of an episode", measured=measured)
 
 
-def _said(rollout: Rollout) -> str:
+def _excerpt(rollout: Rollout) -> str:
     return next((str(turn.get("content") or "") for turn in rollout.sampled_turns), "")

@@ -41,7 +41,7 @@ class Journal:
         finally:
             self._write({"end": number})
 
-    def found(self, finding: Finding) -> None:
+    def add(self, finding: Finding) -> None:
         self._write({"finding": dataclasses.asdict(finding)})
 
     def done(self) -> None:

@@ -46,7 +46,7 @@ def examine(config: Config, options: Options, journal: Journal, *, accepted: Seq
     for finding in findings(config, options, journal):
         if finding.check in accepted and finding.verdict is Verdict.FAILS:
             finding = replace(finding, verdict=Verdict.NOTE, sentence=f"accepted: {finding.sentence}")
-        journal.found(finding)
+        journal.add(finding)
     journal.done()
 
 

@@ -47,7 +47,7 @@ class Reference:
         return self.column is not None or self.player is not None
 
     @property
-    def shown(self) -> str:
+    def source(self) -> str:
         if self.player is not None:
             return f"played by {self.player}"
         return f"column {self.column}" + ("" if self.form == "{answer}" else f" as {self.form!r}")

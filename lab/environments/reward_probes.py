@@ -85,7 +85,7 @@ async def examine_probes(earned: Earned) -> AsyncIterator[Finding]:
 
 
 def _nothing(earned: Earned, probe: str, effect: str, remedy: str) -> Finding:
-    check, measured = f"reward of an {probe}", _shown(earned, probe)
+    check, measured = f"reward of an {probe}", _description(earned, probe)
     paid = _count_above(earned.rewards(probe), 0.0)
     if not paid:
         return _unless_all_failed(earned, probe, check, measured)
@@ -96,7 +96,7 @@ def _nothing(earned: Earned, probe: str, effect: str, remedy: str) -> Finding:
 
 def _echo(earned: Earned) -> Finding:
     probe, check = "echoed prompt", "reward of the echoed prompt"
-    measured = _shown(earned, probe)
+    measured = _description(earned, probe)
     most, best = earned.most(probe), earned.most("reference")
     if most is None or most <= EPSILON:
         return _unless_all_failed(earned, probe, check, measured)
@@ -157,13 +157,13 @@ def _reference(earned: Earned) -> Finding:
         )
         return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence)
     rewards = earned.rewards("reference")
-    measured = f"{_summary(rewards)}, {reference.shown}"
+    measured = f"{_summary(rewards)}, {reference.source}"
     poor = [row for row, reward in enumerate(rewards) if reward is None or reward <= EPSILON]
     if poor:
         cut = [row for row in poor if earned.rollouts["reference"][row].is_cut_off]
         limit = " It was cut: raise rollout.max_tokens_per_turn." if cut else ""
         sentence = (
-            f"the reference ({reference.shown}) earns nothing in {len(poor)} of {len(rewards)} rows, first in row "
+            f"the reference ({reference.source}) earns nothing in {len(poor)} of {len(rewards)} rows, first in row "
             f"{poor[0]}: {_answer_shown(earned.rollouts['reference'][poor[0]])}.{limit} If a right answer looks "
             "different, say how with --form 'The answer is {answer}', --reference <column> or "
             "--player path/to/file.py:function; otherwise the reward does not recognize right answers."
@@ -193,7 +193,7 @@ def _count_above(rewards: Sequence[float | None], limit: float) -> int:
     return sum(reward is not None and reward > limit + EPSILON for reward in rewards)
 
 
-def _shown(earned: Earned, probe: str) -> str:
+def _description(earned: Earned, probe: str) -> str:
     return _summary(earned.rewards(probe))
 
 

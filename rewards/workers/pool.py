@@ -288,7 +288,7 @@ class _Worker:
         while received.find(b"\n", len(RECEIVED)) < 0:
             left = deadline - time.monotonic()
             if left <= 0 or cancelled.is_set():
-                raise _TimedOut(f"no answer in {timeout_s:g} s{self._said()}")
+                raise _TimedOut(f"no answer in {timeout_s:g} s{self._output_end()}")
             if len(received) > MAX_REPLY_BYTES:
                 raise _Died(f"its process sent more than {MAX_REPLY_BYTES} bytes; verdicts have some hundred")
             self._connection.settimeout(min(left, CANCEL_POLL_S))
@@ -318,7 +318,7 @@ class _Worker:
             self._process.wait()
             os.close(self._life)
 
-    def _said(self, *, wait_s: float = 0.0) -> str:
+    def _output_end(self, *, wait_s: float = 0.0) -> str:
         text = self._output.text(wait_s=wait_s)
         return f"; its output ends: {text[-300:]}" if text else ""
 
@@ -326,9 +326,9 @@ class _Worker:
         try:
             status = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return f"its process closed the connection{self._said()}"
+            return f"its process closed the connection{self._output_end()}"
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
-        return f"its process {how}{self._said(wait_s=1.0)}"
+        return f"its process {how}{self._output_end(wait_s=1.0)}"
 
 
 def _signal_name(number: int) -> str:

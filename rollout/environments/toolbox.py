@@ -190,10 +190,10 @@ def count_results(results: Sequence[ToolResult]) -> dict[str, int]:
 
 
 def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[str]]) -> ToolFunction:
-    async def called(**arguments: Any) -> str:
+    async def by_keyword(**arguments: Any) -> str:
         return await call(arguments)
 
-    return called
+    return by_keyword
 
 
 def _read_arguments(raw: Any) -> dict[str, Any]:

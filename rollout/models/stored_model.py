@@ -193,16 +193,18 @@ def stored_model(
         }
     if missing or unexpected or unfit:
         lists = {"missing": missing, "unexpected": unexpected, "unfit": unfit}
-        found = "; ".join(f"{len(names)} {kind} ({named(names)})" for kind, names in lists.items() if names)
+        found = "; ".join(f"{len(names)} {kind} ({first_names(names)})" for kind, names in lists.items() if names)
         hint = _hint(role, missing, unexpected, config)
         raise ConfigError(f"{place} does not hold the tensors of a {kind.__name__}: {found}. {hint}{remedy}")
     if role is LANGUAGE_MODEL and (other := OF_TRANSFORMERS & {*(config.architectures or ())} - {kind.__name__}):
         raise ConfigError(
-            f"{place}: config.json has architectures {named(other)}, which the engine would load, and the model_type "
-            f"{config.model_type} of a {kind.__name__}; correct config.json, or {remedy}"
+            f"{place}: config.json has architectures {first_names(other)}, which the engine would load, and the "
+            f"model_type {config.model_type} of a {kind.__name__}; correct config.json, or {remedy}"
         )
     if left_out := targets.values() - own.keys():
-        notes.append(f"{len(left_out)} tensor(s) left out, for which a {kind.__name__} has no place: {named(left_out)}")
+        notes.append(
+            f"{len(left_out)} tensor(s) left out, for which a {kind.__name__} has no place: {first_names(left_out)}"
+        )
     names = {target: name for name, target in targets.items()}
     stored = StoredModel(files=files, names=names, notes=tuple(f"{place}: {note}" for note in notes))
     for tied, source in model.all_tied_weights_keys.items():
@@ -221,7 +223,7 @@ def reason(error: BaseException) -> str:
     return kind + " ".join(error_text(error).split())[:MAX_REASON]
 
 
-def named(names: Collection[str]) -> str:
+def first_names(names: Collection[str]) -> str:
     """Return the first names in a line, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(sorted(names)[:NAMED]) + more
@@ -231,8 +233,8 @@ def refuse_non_finite(bad: Collection[str], *, setting: str, path: str | Path) -
     """Raise `ConfigError` if there are names of tensors with values that are not finite."""
     if bad:
         raise ConfigError(
-            f"{setting}={path}: {len(bad)} tensor(s) have NaN or infinite values ({named(bad)}); restore its files, or "
-            f"set {setting} to another model"
+            f"{setting}={path}: {len(bad)} tensor(s) have NaN or infinite values ({first_names(bad)}); restore its "
+            f"files, or set {setting} to another model"
         )
 
 
@@ -347,11 +349,11 @@ def read_adapter(path: str, *, setting: str, model: PeftModel) -> dict[str, torc
         remedy = f"model.lora.target_modules=[{','.join(layers)}]" if setting == "model.lora.path" else setting
         raise ConfigError(
             f"{setting}={path} adapts other layers, or layers of another model, than model.path and its settings name "
-            f"({named(other)}): set {remedy}{'' if layers else ' to an adapter with matrices'}"
+            f"({first_names(other)}): set {remedy}{'' if layers else ' to an adapter with matrices'}"
         )
     if bad := [name for name, one in tensors.items() if not (one.is_floating_point() and is_finite(one))]:
         raise ConfigError(
-            f"{setting}={path}: {len(bad)} tensor(s) are not of finite numbers ({named(bad)}); restore its files, or "
-            f"set {setting} to another adapter"
+            f"{setting}={path}: {len(bad)} tensor(s) are not of finite numbers ({first_names(bad)}); restore its "
+            f"files, or set {setting} to another adapter"
         )
     return tensors

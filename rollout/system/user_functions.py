@@ -73,7 +73,7 @@ def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
             names[symbol.get_name()] = inner[-1].get_parameters() if inner else None
     if name not in names and not _HIDES_NAMES.search(path.read_text(encoding="utf-8")):
         written = [key for key, parameters in names.items() if parameters is not None]
-        raise ConfigError(_lacks(path_text, name, written or names))
+        raise ConfigError(_missing_name(path_text, name, written or names))
     return names
 
 
@@ -187,10 +187,10 @@ def file_sha256(spec: str) -> str:
 def _lookup(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     value = vars(module).get(name)
     if not callable(value):
-        raise ConfigError(_lacks(path, name, [key for key, item in vars(module).items() if callable(item)]))
+        raise ConfigError(_missing_name(path, name, [key for key, item in vars(module).items() if callable(item)]))
     return value
 
 
-def _lacks(path: str, name: str, names: Iterable[str]) -> str:
+def _missing_name(path: str, name: str, names: Iterable[str]) -> str:
     public = sorted(key for key in names if not key.startswith("_"))
     return f"{path} has no function {name!r}; it has {', '.join(public) or 'none'}"

@@ -79,7 +79,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentElements:
     """Elements of a tensor that this rank sends."""
 
     elements: torch.Tensor
@@ -258,7 +258,7 @@ class ZeroSource(WeightSource):
         """Global ranks that hold those parts, and this one."""
         return sorted({self._rank, *(one.owner for ranges in self._shard_ranges.values() for one in ranges)})
 
-    def own_parts(self) -> Iterator[list[Sent]]:
+    def own_parts(self) -> Iterator[list[SentElements]]:
         """Yield what this rank sends of each bucket, in tensor order: aliases of the training weights unless cast.
 
         A collective if adapters are merged. Each rank must send a bucket before it asks for the next.
@@ -268,16 +268,16 @@ class ZeroSource(WeightSource):
             whole = dict(merged)
             yield [sent for tensor in bucket.tensors if (sent := self._own_part(tensor, whole)) is not None]
 
-    def _own_part(self, tensor: CheckpointTensor, merged: Mapping[str, torch.Tensor]) -> Sent | None:
+    def _own_part(self, tensor: CheckpointTensor, merged: Mapping[str, torch.Tensor]) -> SentElements | None:
         source, ranges = tensor.ranges[0], self._shard_ranges[tensor.meta.name]
         is_copy = tensor.merge is not None or source.param.dtype != source.dtype
         if ranges:
             own = next((one for one in ranges if one.owner == self._rank), None)
-            return None if own is None else Sent(shard_elements(source, own).to(source.dtype), True, is_copy)
+            return None if own is None else SentElements(shard_elements(source, own).to(source.dtype), True, is_copy)
         if not self._is_reader or not math.prod(tensor.meta.shape):
             return None
         whole = elements(source).to(source.dtype) if tensor.merge is None else merged[tensor.meta.name]
-        return Sent(whole.reshape(-1), False, is_copy)
+        return SentElements(whole.reshape(-1), False, is_copy)
 
     def expect(self, *, parts: bool) -> None:
         """Announce the next pass on all ranks (`own_parts`, or else `__iter__`), for a `drain` before it begins."""

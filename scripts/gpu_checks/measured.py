@@ -36,7 +36,7 @@ def equal(name: str, value: float | str, expected: float | str) -> Measured:
     return Measured(name=name, value=value, expected=f"= {expected}", is_met=value == expected)
 
 
-def shown(name: str, value: float | str) -> Measured:
+def unbounded(name: str, value: float | str) -> Measured:
     """Show a value without an expectation."""
     return Measured(name=name, value=value)
 

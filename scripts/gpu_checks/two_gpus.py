@@ -34,7 +34,7 @@ from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import ModelShape
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from lockstep.trainer.update.updater import Updater
-from scripts.gpu_checks.measured import Measured, above, below, equal, shown
+from scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
 from scripts.gpu_checks.runs import ROOT, launched, python
 from scripts.gpu_checks.subject import Served, Subject
 
@@ -125,7 +125,7 @@ def memory(subject: Subject) -> list[Measured]:
             found += [
                 equal("zero3: run failed", done.returncode != 0, True),
                 below("zero3: seconds until all processes ended", ended - ranks[0]["limited_at"], 120),
-                shown("zero3: status of the launcher", done.returncode),
+                unbounded("zero3: status of the launcher", done.returncode),
             ]
     return found
 

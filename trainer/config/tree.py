@@ -27,7 +27,7 @@ class ResolvedSetting:
         return self.value != self.default
 
     @property
-    def shown(self) -> str:
+    def text(self) -> str:
         return flow(self.value)
 
 
@@ -63,7 +63,7 @@ def settings_tree(values: Mapping[str, Any]) -> Tree:
             section = setting.path[:depth]
             if section not in branches:
                 branches[section] = branches[section[:-1]].add(Text(section[-1], style="cyan"))
-        line = Text.assemble((setting.path[-1], "bold"), " ", (setting.shown, "bold"))
+        line = Text.assemble((setting.path[-1], "bold"), " ", (setting.text, "bold"))
         if setting.default not in ("", []):  # else it is required
             line.append(f"  (default {flow(setting.default)})", style="dim")
         branches[setting.path[:-1]].add(line)

@@ -108,7 +108,7 @@ def load_rows(
             _refuse_unfit_table(path, local)
             rows = Rows.of(datasets.load_dataset("parquet", data_files=str(local), split="train"))
         else:
-            rows = Rows.kept(every(file_records(local, of=path), of=path, say=say))
+            rows = Rows.store(every(file_records(local, of=path), of=path, say=say))
     except LockstepError:
         raise
     except (*UNREADABLE, DatasetGenerationError) as error:
@@ -167,9 +167,9 @@ def _hub_rows(path: str, subset: str | None, split: str, say: Callable[[str], No
     if problem := path_problem(path):
         raise DataError(f"data set {path} {problem}")
     place = Path(path).expanduser()
-    builder = datasets.load_dataset_builder(str(place) if place.is_dir() else _found(path), subset)
+    builder = datasets.load_dataset_builder(str(place) if place.is_dir() else _answered_id(path), subset)
     if isinstance(builder.config, CsvConfig | JsonConfig):  # whose builders guess the types
-        return Rows.kept(every(_hub_records(builder, split, of=path), of=path, say=say))
+        return Rows.store(every(_hub_records(builder, split, of=path), of=path, say=say))
     builder.download_and_prepare()
     return Rows.of(builder.as_dataset(split=split))  # type: ignore[arg-type]  # one split
 
@@ -195,7 +195,7 @@ def _hub_records(builder: datasets.DatasetBuilder, split: str, *, of: str) -> It
             yield f"{file.name}, {place}", read
 
 
-def _found(path: str) -> str:
+def _answered_id(path: str) -> str:
     """Return the id of a data set if the hub answers, else its place in the cache. Raises `DataError` without it."""
     import datasets.config
     import huggingface_hub

@@ -44,7 +44,7 @@ def gym_rows(path: str, split: str, parameters: Mapping[str, Any]) -> list[dict[
             f"{path} has the splits train and test, found {split!r}; set data.split=train data.heldout_split=test"
         )
     check_task(path, parameters)
-    rows = _drawn(path.removeprefix(PREFIX), json.dumps(dict(parameters), sort_keys=True))
+    rows = _draw_rows(path.removeprefix(PREFIX), json.dumps(dict(parameters), sort_keys=True))
     kept = [row for row in rows if is_heldout(row["question"]) == (split == "test")]
     if not kept:
         raise DataError(f"{path} has no {split} rows among {len(rows)}; raise data.parameters.size")
@@ -69,7 +69,7 @@ def questions(task: str, parameters: Mapping[str, Any], *, seed: int, size: int)
 
 
 @functools.lru_cache(maxsize=8)
-def _drawn(task: str, parameters: str) -> list[dict[str, str]]:
+def _draw_rows(task: str, parameters: str) -> list[dict[str, str]]:
     """Draw the rows of both splits, once per process."""
     child = subprocess.run(
         [sys.executable, "-P", "-m", "lockstep.trainer.data.gym_rows", task, parameters],

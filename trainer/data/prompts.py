@@ -150,7 +150,7 @@ class Position:
     """Places of rows that were begun and are not finished, in the order of their beginning."""
 
 
-class _Drawn(NamedTuple):
+class _PlacedRow(NamedTuple):
     """A row of a data set in one of its epochs, which a place stands for."""
 
     which: int
@@ -193,7 +193,7 @@ class Prompts:
         self._earlier = (np.cumsum(same, axis=0) - same)[np.arange(len(self._pattern)), self._pattern]
         """Number of earlier places of the same set, by place in a block."""
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
-        self._begun: dict[int, _Drawn] = {}
+        self._begun: dict[int, _PlacedRow] = {}
         """Rows in flight by place, in the order of their beginning."""
         self._again: list[int] = []
         self._skipped = [0] * len(self.sets)
@@ -272,7 +272,7 @@ class Prompts:
             drawn = self._begun[place]
             self.curriculum.learn(drawn.row, drawn.epoch, rewards)
 
-    def _next(self, busy: set[tuple[int, int]]) -> tuple[int, _Drawn]:
+    def _next(self, busy: set[tuple[int, int]]) -> tuple[int, _PlacedRow]:
         """Draw a row of the data set whose turn it is. busy: rows in flight."""
         block, turn = divmod(self.cursor, len(self._pattern))
         which = int(self._pattern[turn])
@@ -292,19 +292,19 @@ class Prompts:
                 return place, drawn
             self._skipped[which] += 1
 
-    def _takes(self, drawn: _Drawn, busy: set[tuple[int, int]]) -> bool:
+    def _takes(self, drawn: _PlacedRow, busy: set[tuple[int, int]]) -> bool:
         if self.curriculum is None:
             return True
         if drawn.row in busy and sum(which == drawn.which for which, _ in busy) < self.sizes[drawn.which]:
             return False
         return self.curriculum.takes(drawn.row, drawn.epoch)
 
-    def _locate(self, place: int) -> _Drawn:
+    def _locate(self, place: int) -> _PlacedRow:
         block, turn = divmod(place, len(self._pattern))
         which = int(self._pattern[turn])
         draws = block * len(self._places[which]) + int(self._earlier[turn])
         epoch, position = divmod(draws, self.sizes[which])
-        return _Drawn(which, epoch, int(self._order(which, epoch)[position]))
+        return _PlacedRow(which, epoch, int(self._order(which, epoch)[position]))
 
     def _order(self, which: int, epoch: int) -> np.ndarray:
         if which not in self._orders or self._orders[which][0] != epoch:

@@ -97,10 +97,10 @@ class Rows(Sequence[Row]):
             return source
         if isinstance(source, datasets.Dataset):
             return cls(items=source, places=range(len(source)))
-        return cls.kept((f"row {number}", row) for number, row in enumerate(source))
+        return cls.store((f"row {number}", row) for number, row in enumerate(source))
 
     @classmethod
-    def kept(cls, rows: Iterable[tuple[str, Row]]) -> Rows:
+    def store(cls, rows: Iterable[tuple[str, Row]]) -> Rows:
         """Keep rows with their places, in the memory of their JSON text."""
         items, places = [], []
         for place, row in rows:
@@ -250,14 +250,14 @@ def _cells(path: Path, *, of: str, delimiter: str) -> Iterator[Record[Row]]:
             )
         for cells in lines:
             if cells:
-                yield f"line {lines.line_num}", partial(_named, header, cells)
+                yield f"line {lines.line_num}", partial(_row_of, header, cells)
     except csv.Error as error:
         raise DataError(
             f"data set {of}: line {lines.line_num}: {error}; write quotes inside of quotes twice"
         ) from error
 
 
-def _named(header: Sequence[str], cells: Sequence[str]) -> Row:
+def _row_of(header: Sequence[str], cells: Sequence[str]) -> Row:
     """Return a row; one that ends early has null in the other columns, as in `csv.DictReader`."""
     if len(cells) > len(header):
         raise DataError(

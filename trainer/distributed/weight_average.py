@@ -46,18 +46,18 @@ class WeightAverage:
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again at the parameters."""
-        self._values = {name: own.to(torch.float32, copy=True) for name, own in self._own().items()}
+        self._values = {name: own.to(torch.float32, copy=True) for name, own in self._local_elements().items()}
 
     @torch.no_grad()
     def advance(self) -> None:
         """Move the average towards the parameters."""
-        for name, own in self._own().items():
+        for name, own in self._local_elements().items():
             self._values[name].lerp_(own.float(), 1 - self._decay)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Give the module the average for the duration of the block, which must not train; a collective."""
-        kept = {name: own.clone() for name, own in self._own().items()}
+        kept = {name: own.clone() for name, own in self._local_elements().items()}
         self._write(self._values)
         self._gather_persistent()
         try:
@@ -102,7 +102,7 @@ class WeightAverage:
 
     # This rank's elements
 
-    def _own(self) -> Mapping[str, Tensor]:
+    def _local_elements(self) -> Mapping[str, Tensor]:
         """Return the elements of each parameter that this rank holds: aliases."""
         if self._distributed.zero_stage < 3:
             return {name: parameter.detach() for name, parameter in self._parameters.items()}
@@ -124,7 +124,7 @@ class WeightAverage:
     def _write(self, values: Mapping[str, Tensor]) -> None:
         if self._distributed.zero_stage == 3:  # forward passes leave parameters gathered, which would hide the new ones
             self._distributed.module.optimizer.checkpoint_event_prologue()  # type: ignore[operator,union-attr]
-        for name, own in self._own().items():
+        for name, own in self._local_elements().items():
             own.copy_(values[name])
 
     def _gather_persistent(self) -> None:

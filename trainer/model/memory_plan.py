@@ -71,7 +71,7 @@ class MemoryPlan:
     """True if the engine frees its memory while the trainer computes."""
 
     @property
-    def kept(self) -> int:
+    def resident(self) -> int:
         """Bytes that the trainer holds while the engine samples and receives weights."""
         return sum(self.parts().values()) - self._computing - self._engine
 
@@ -79,7 +79,7 @@ class MemoryPlan:
     def total(self) -> int:
         """Peak bytes."""
         beside = max(self._computing, self._engine) if self.engine_sleeps else self._computing + self._engine
-        return self.kept + beside
+        return self.resident + beside
 
     @property
     def _computing(self) -> int:
@@ -200,7 +200,7 @@ def cache_gib(config: Config, *, on_gpu: bool | None = None) -> float | None:
 def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:
     """Return the memory that a plan leaves to the KV cache [GiB]. Raises `ConfigError` below `MIN_CACHE_GIB`."""
     beside = plan.engine_weights + plan.engine_workspace + (0 if plan.engine_sleeps else plan._computing)
-    left = USABLE * available - plan.kept - beside
+    left = USABLE * available - plan.resident - beside
     if left < MIN_CACHE_GIB * GIB:
         raise ConfigError(
             f"rollout.kv_cache_gib=null leaves {left / GIB:.2g} of {available / GIB:.3g} GiB to the cache; "

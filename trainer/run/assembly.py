@@ -358,12 +358,12 @@ def choose(config: Config, distributed: Distributed, console: RunConsole) -> Con
     if None not in (config.optimizer.lr, config.token_budget, config.model.gradient_checkpointing):
         return config
 
-    def chosen() -> Config:
+    def choose_on_this_rank() -> Config:
         shape, memory = planned_shape(config), distributed.device_memory
         return with_chosen(config, shape, distributed.sharding, available=memory, say=console.say)
 
     with distributed.whole_models():
-        made = distributed.together(chosen)
+        made = distributed.together(choose_on_this_rank)
     # Devices may differ; packs and the collectives of a repeated layer may not.
     made.token_budget = distributed.broadcast(made.token_budget)
     made.model.gradient_checkpointing = distributed.broadcast(made.model.gradient_checkpointing)

@@ -51,7 +51,7 @@ class ThirdPartyLog:
         self.path: Path | None = None
         self._output = ""
         self._held = MemoryHandler(HELD_RECORDS, flushLevel=logging.CRITICAL + 1)
-        self._own = _Own()
+        self._own = _WarningPrinter()
         root = logging.getLogger()
         root.addHandler(self._held)
         root.setLevel(logging.INFO)
@@ -112,7 +112,7 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-class _Own(logging.Handler):
+class _WarningPrinter(logging.Handler):
     """Handler that passes warnings of Lockstep's own modules to the console."""
 
     def __init__(self) -> None:

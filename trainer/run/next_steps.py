@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings
-from lockstep.trainer.observe.trackers.view import program, shown
+from lockstep.trainer.observe.trackers.view import program, short_path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of scripts/ and configs/."""
@@ -42,7 +42,7 @@ def next_steps(
     command in front of scripts/train.py. adapter: what was trained, if its weights stay apart from those of
     `model.path`; None: `model`. trackers: text for each tracker.
     """
-    shown_run, shown_model = shown(run), shown(model)
+    shown_run, shown_model = short_path(run), short_path(model)
     goal = config.updates if update < config.updates else 2 * config.updates
     # The command line of a resumed run does not repeat its settings.
     own = redact_words(words) if config.resume == "never" else changed_words(config)
@@ -51,12 +51,12 @@ def next_steps(
     trained = [f"model.path={shown_model}", *by_turn]
     if adapter is not None:
         base = [word for word in own if word.startswith("model.path=")]
-        trained = [*base, *by_turn, f"model.adapters={{trained: {shown(adapter)}}}"]
+        trained = [*base, *by_turn, f"model.adapters={{trained: {short_path(adapter)}}}"]
     evaluate = f"{program('python')} {script('evaluate')} {shlex.join([*trained, *evaluated])}"
     inspect = f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}"
     lines = {
-        **({"model": shown_model} if adapter is None else {"adapter": shown(adapter)}),
-        **({"critic": shown(critic)} if critic else {}),
+        **({"model": shown_model} if adapter is None else {"adapter": short_path(adapter)}),
+        **({"critic": short_path(critic)} if critic else {}),
         "resume": resume_command(words, run=run, updates=goal, launcher=launcher),
         **({"evaluate": evaluate} if config.has_rollouts and config.heldout_sets() else {}),
         **({"inspect": inspect} if config.has_rollouts else {}),
@@ -82,4 +82,4 @@ def changed_words(config: Config) -> list[str]:
 
 def script(name: str) -> str:
     """Return the path of a script of this checkout, quoted for a shell."""
-    return shlex.quote(shown(CHECKOUT / "scripts" / f"{name}.py"))
+    return shlex.quote(short_path(CHECKOUT / "scripts" / f"{name}.py"))

@@ -34,7 +34,7 @@ from lockstep.trainer.observe.first_step import first_demonstrations, first_step
 from lockstep.trainer.observe.metrics_log import MetricsLog
 from lockstep.trainer.observe.step_media import step_media
 from lockstep.trainer.observe.step_metrics import StepReport
-from lockstep.trainer.observe.trackers.view import program, shown
+from lockstep.trainer.observe.trackers.view import program, short_path
 from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.next_steps import script
 from lockstep.trainer.update.batch_dumps import Attempt, write_dump
@@ -81,7 +81,7 @@ class Reporter:
             batch, path = report.batch, self._directory.path / name
             if batch.teacher is not None and self._config.logger.save_rollouts:
                 with self.log.tolerating("saving scores of the teacher"):
-                    named = self._config.teacher.named
+                    named = self._config.teacher.identity
                     write_scores(path.with_suffix(TEACHER_SUFFIX), batch.rows, batch.teacher, teacher=named)
         settings = self._config.logger
         every = settings.wandb_media_every
@@ -164,5 +164,5 @@ class Reporter:
         with self.log.tolerating("dumping a batch"):
             path = write_dump(self._directory.dumps, attempt, batch, targets, given)
             self._console.warn(
-                f"its batch is in {path}; {program('python')} {script('replay')} {shlex.quote(shown(path))}"
+                f"its batch is in {path}; {program('python')} {script('replay')} {shlex.quote(short_path(path))}"
             )

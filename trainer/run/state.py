@@ -22,7 +22,7 @@ from lockstep.trainer.model.critic import ActorCritic, policy_of, save_critic
 from lockstep.trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.metrics_log import MetricsLog
-from lockstep.trainer.observe.trackers.view import program, shown
+from lockstep.trainer.observe.trackers.view import program, short_path
 from lockstep.trainer.observe.trackers.wandb_run import Lineage
 from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.hub import last_metrics, push
@@ -169,7 +169,7 @@ def launcher_of(distributed: Distributed) -> str:
         return program("python")
     file = f"zero{distributed.zero_stage}" if distributed.zero_stage else "ddp"
     processes = f"--num_processes {distributed.world_size}"
-    config_file = shlex.quote(shown(CHECKOUT / "configs" / "accelerate" / f"{file}.yaml"))
+    config_file = shlex.quote(short_path(CHECKOUT / "configs" / "accelerate" / f"{file}.yaml"))
     return f"{program('accelerate')} launch --config_file {config_file} {processes}"
 
 

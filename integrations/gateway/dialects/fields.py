@@ -105,7 +105,7 @@ def read_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> bool:
     if value == "required" and names:
         _warn_of_choice("required")
         return True
-    name = _named(value)
+    name = _function_name(value)
     if name not in names:
         listed = ", ".join(map(quoted, names)) or "none"
         raise not_supported(
@@ -116,7 +116,7 @@ def read_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> bool:
     return True
 
 
-def _named(choice: Any) -> Any:
+def _function_name(choice: Any) -> Any:
     """Return the name of the function in a choice of chat completions or Responses; None if there is none."""
     if not isinstance(choice, dict) or choice.get("type") != "function":
         return None

@@ -35,7 +35,7 @@ from lockstep.rollout.weights.gloo.wire import (
     join_group,
     send,
 )
-from lockstep.rollout.weights.source import Sent, ZeroSource, nbytes
+from lockstep.rollout.weights.source import SentElements, ZeroSource, nbytes
 
 CAUSE_WAIT_S = 5.0
 """Time that the call to the engine may take to fail after a broken transfer, so that its error is reported."""
@@ -208,7 +208,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
 class _SentBucket:
     """A bucket that this rank sends over one connection, as `_Receipt` in worker.py expects it."""
 
-    def __init__(self, connection: _Connection, sent: Sequence[Sent]) -> None:
+    def __init__(self, connection: _Connection, sent: Sequence[SentElements]) -> None:
         """Begin to send."""
         taken = [one for one in sent if one.to_all or connection.is_own]
         self.copied_bytes = sum(one.elements.nbytes for one in taken if one.is_copy)

@@ -65,7 +65,7 @@ class TeacherConfig:
     )
 
     @property
-    def named(self) -> str:
+    def identity(self) -> str:
         """The settings that say whose scores its scores are: its source, and others that differ from their defaults."""
         names = ("average_decay", "path", "context", "solved_reward", "dtype")
         found = [(name, *declarations(self)[name]) for name in names]

@@ -115,12 +115,12 @@ class Routing:
         for router in self._routers.values():
             router.is_recording = True
         try:
-            yield self._chosen
+            yield self._last_experts
         finally:
             for router in self._routers.values():
                 router.is_recording, router.chosen = False, None
 
-    def _chosen(self) -> Tensor:
+    def _last_experts(self) -> Tensor:
         """Return the (L, layers, k) experts of the last forward pass, 0 in dense layers."""
         chosen = {index: router.chosen for index, router in self._routers.items() if router.chosen is not None}
         assert chosen, "a dense model has no routes"

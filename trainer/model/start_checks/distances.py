@@ -48,7 +48,7 @@ def reach(config: PreTrainedConfig, *, longest: int, device_type: str, budget: i
 def distances(config: PreTrainedConfig) -> dict[str, int]:
     """Return the lengths at which a model begins to compute in another way [tokens], by their names in its config."""
     text = config.get_text_config()
-    found = dict(_named(text.to_dict()))
+    found = dict(_numbers_by_name(text.to_dict()))
     if any(one.get("rope_type") == "dynamic" for one in _rope_parameters(text)):
         found["max_position_embeddings"] = text.max_position_embeddings
     return found
@@ -59,9 +59,9 @@ def _rope_parameters(text: PreTrainedConfig) -> list[Mapping[str, Any]]:
     return [one for one in (parameters, *parameters.values()) if isinstance(one, Mapping)]
 
 
-def _named(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _numbers_by_name(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", length) for inner, length in _named(value))
+            yield from ((f"{name}.{inner}", length) for inner, length in _numbers_by_name(value))
         elif type(value) is int and value > 0 and NAME.search(name):
             yield name, value

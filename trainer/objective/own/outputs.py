@@ -28,7 +28,7 @@ def checked_loss(function: Callable[..., Any], spec: str) -> Callable[..., LossO
 
     @wraps(function)
     def loss(inputs: LossInputs, **settings: Any) -> LossOutputs:
-        with _named(spec):
+        with _errors_with_place(spec):
             found = function(inputs, **settings)
         loss_T, own = (found.loss_T, found.metrics) if isinstance(found, LossOutputs) else (found, {})
         _check_tensor(loss_T, inputs.logp_T, spec, "one loss per token, which the trainer adds up and divides")
@@ -47,7 +47,7 @@ def checked_advantage(function: Callable[..., Any], spec: str) -> Callable[..., 
 
     @wraps(function)
     def estimate(inputs: AdvantageInputs, **settings: Any) -> Advantages:
-        with _named(spec):
+        with _errors_with_place(spec):
             found = function(inputs, **settings)
         advantages_S, own = found if isinstance(found, Advantages) else (found, {})
         like, unit = (inputs.rewards_S, "rollout") if inputs.turns is None else (inputs.turns.returns_K, "turn")
@@ -65,7 +65,7 @@ def checked_critic_advantage(function: Callable[..., Any], spec: str) -> Callabl
 
     @wraps(function)
     def estimate(credit: Credit, chosen_N: Tensor, **settings: Any) -> TokenAdvantages:
-        with _named(spec):
+        with _errors_with_place(spec):
             found = function(credit, chosen_N, **settings)
         if not isinstance(found, TokenAdvantages):
             raise TrainingError(f"{spec} returned {_kind(found)}, expected TokenAdvantages(advantages_N, returns_N)")
@@ -78,7 +78,7 @@ def checked_critic_advantage(function: Callable[..., Any], spec: str) -> Callabl
 
 
 @contextmanager
-def _named(spec: str) -> Iterator[None]:
+def _errors_with_place(spec: str) -> Iterator[None]:
     """Raise `TrainingError` with file and line for an exception in a user's function; memory that ran out stays as it
     is, because the update is then repeated in smaller packs."""
     from lockstep.rollout.system.device_memory import (

@@ -27,7 +27,7 @@ from lockstep.trainer.observe.trackers.tracker import (
     numbers,
     tracker_directory,
 )
-from lockstep.trainer.observe.trackers.view import shown
+from lockstep.trainer.observe.trackers.view import short_path
 
 FORBIDDEN = re.compile(r"[^\w\-. :/]")
 """Characters that MLflow refuses in names; none of Lockstep's own metrics has one."""
@@ -50,8 +50,8 @@ class MlflowRun(LocalTracker):
             )
         data = tracker_directory(directory, "mlflow")
         return Place(
-            data=shown(data),
-            view=shlex.join(["mlflow", "ui", "--backend-store-uri", f"sqlite:///{shown(data)}/mlflow.db"]),
+            data=short_path(data),
+            view=shlex.join(["mlflow", "ui", "--backend-store-uri", f"sqlite:///{short_path(data)}/mlflow.db"]),
         )
 
     def __init__(self, session: Session) -> None:

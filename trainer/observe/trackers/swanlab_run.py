@@ -22,7 +22,7 @@ from lockstep.trainer.observe.trackers.tracker import (
     numbers,
     tracker_directory,
 )
-from lockstep.trainer.observe.trackers.view import shown
+from lockstep.trainer.observe.trackers.view import short_path
 
 OFFLINE = "offline"
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "swanlab", "monitor")
@@ -37,7 +37,7 @@ class SwanlabRun(LocalTracker):
         mode = _mode()
         if mode in ("online", "cloud"):
             return Place(data=f"https://swanlab.cn, project {settings.project}", view="", store=mode)
-        data = shown(tracker_directory(directory, "swanlab"))
+        data = short_path(tracker_directory(directory, "swanlab"))
         if mode == OFFLINE:
             return Place(data=data, view=f"swanlab sync {shlex.quote(data)}/run-*")
         return Place(data=data, view=shlex.join(["swanlab", "watch", data]))

@@ -23,7 +23,7 @@ from lockstep.trainer.observe.trackers.tracker import (
     numbers,
     tracker_directory,
 )
-from lockstep.trainer.observe.trackers.view import shown
+from lockstep.trainer.observe.trackers.view import short_path
 
 
 class TensorBoardRun(LocalTracker):
@@ -34,7 +34,7 @@ class TensorBoardRun(LocalTracker):
     @staticmethod
     def place(settings: LoggerConfig, directory: Path) -> Place:
         data = tracker_directory(directory, "tensorboard")
-        return Place(data=shown(data), view=shlex.join(["tensorboard", "--logdir", shown(data)]))
+        return Place(data=short_path(data), view=shlex.join(["tensorboard", "--logdir", short_path(data)]))
 
     def __init__(self, session: Session) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter  # here: an optional package, slow to import

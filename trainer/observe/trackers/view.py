@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def shown(path: Path) -> str:
+def short_path(path: Path) -> str:
     """Return a path relative to the working directory if it is below that, else an absolute one."""
     # Not resolved further: a link such as runs/latest stays as the user knows it.
     absolute, here = Path(os.path.abspath(path)), Path.cwd()
@@ -21,4 +21,4 @@ def program(name: str) -> str:
     `make` uses an environment that its user has not activated.
     """
     is_active = sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix
-    return name if is_active else shlex.quote(shown(Path(sys.prefix) / "bin" / name))
+    return name if is_active else shlex.quote(short_path(Path(sys.prefix) / "bin" / name))

@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Table, Values
-from lockstep.trainer.observe.trackers.view import shown
+from lockstep.trainer.observe.trackers.view import short_path
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class WandbRun:
             return Place(data=self.url, view="")
         if self._run.settings.mode != "offline":
             return None
-        files = shown(self._directory / "wandb")
+        files = short_path(self._directory / "wandb")
         return Place(data=files, view=f"wandb sync {shlex.quote(files)}/offline-run-*")
 
     def log(self, update: int, values: Values) -> None:

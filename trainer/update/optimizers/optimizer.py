@@ -41,13 +41,13 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
     hold parts of the optimizer's state (ZeRO). Raises `ConfigError` for `adamw_8bit` without bitsandbytes or a GPU, and
     for `muon` on sharded state.
     """
-    made = _made(module, config, is_sharded=is_sharded)
+    made = _build(module, config, is_sharded=is_sharded)
     for part in made.parts if isinstance(made, Together) else [made]:
         part.register_step_post_hook(_uncount_held)
     return made
 
 
-def _made(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool) -> torch.optim.Optimizer:
+def _build(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool) -> torch.optim.Optimizer:
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     lr = config.peak_lr
     critic_scale = (config.critic_lr or lr) / lr

@@ -21,7 +21,7 @@ from lockstep.lab.finding import Finding
 from lockstep.lab.environments.journal import Journal
 faulthandler.register(signal.SIGUSR1)
 journal = Journal(os.fdopen(int(sys.argv[-1]), "w"))
-journal.found(Finding(check="first", measured="1"))
+journal.add(Finding(check="first", measured="1"))
 """
 
 
@@ -49,8 +49,7 @@ def test_findings_are_lines_and_sentences(outcome):
 
 def test_a_failure_is_exit_status_1_and_json_has_all_of_it(outcome):
     body = (
-        "from lockstep.lab.finding import failure\n"
-        "journal.found(failure('second', 'It is wrong.', '2'))\njournal.done()"
+        "from lockstep.lab.finding import failure\njournal.add(failure('second', 'It is wrong.', '2'))\njournal.done()"
     )
     status, shown, _ = outcome(body, as_json=True)
     assert status == 1

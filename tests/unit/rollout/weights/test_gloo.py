@@ -16,7 +16,7 @@ from lockstep.rollout.system.addresses import LOOPBACK
 from lockstep.rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
 from lockstep.rollout.weights.gloo.wire import GlooInitInfo, GlooUpdateInfo, Receivers, join_all, listen
 from lockstep.rollout.weights.gloo.worker import receive
-from lockstep.rollout.weights.source import Sent, ZeroSource
+from lockstep.rollout.weights.source import SentElements, ZeroSource
 
 TIMEOUT_S = 30.0
 
@@ -91,7 +91,7 @@ def test_a_rank_that_sends_fewer_bytes_than_announced_is_refused(monkeypatch: py
     source, receiver = ZeroSource(nn.ModuleList([nn.Linear(1024, 1024), nn.Linear(8, 8)])), SlowReceiver()
     sender, original = connected(source, receiver), ZeroSource.own_parts
 
-    def less(self: ZeroSource) -> Iterator[list[Sent]]:
+    def less(self: ZeroSource) -> Iterator[list[SentElements]]:
         for sent in original(self):
             yield [
                 dataclasses.replace(one, elements=one.elements[: -lost // 4]) if one.elements.nbytes > lost else one

@@ -56,8 +56,8 @@ def test_scores_are_read_as_they_were_written_with_the_name_of_their_teacher(
 
 
 def test_a_teacher_is_named_by_the_settings_that_decide_its_scores() -> None:
-    assert TeacherConfig(path="models/teacher", urls=["http://a:1"]).named == NAMED
-    averaged = TeacherConfig(source="average", average_decay=0.5, context="See {answer}").named
+    assert TeacherConfig(path="models/teacher", urls=["http://a:1"]).identity == NAMED
+    averaged = TeacherConfig(source="average", average_decay=0.5, context="See {answer}").identity
     assert averaged == "teacher.source=average teacher.average_decay=0.5 teacher.context=See {answer}"
 
 

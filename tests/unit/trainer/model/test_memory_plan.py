@@ -367,8 +367,8 @@ def test_a_sleeping_engine_takes_turns_with_the_update_and_gets_the_remaining_ca
 
     awake, asleep = plan_of(sleep_level=0), plan_of(sleep_level=2)
     engine, computing = GIB + awake.engine_weights, awake.activations + awake.logits
-    assert awake.total == awake.kept + engine + computing
-    assert asleep.total == asleep.kept + max(engine, computing)
+    assert awake.total == awake.resident + engine + computing
+    assert asleep.total == asleep.resident + max(engine, computing)
 
     for level in (0, 2):  # a cache of the remaining size just fits
         left = cache_gib_left(plan_of(sleep_level=level, cache=None), available=10 * GIB)

@@ -182,7 +182,7 @@ class TestSettingsTree:
         config = Config()
         config.environment.settings = {"files": ["a.py:f"], "depth": 3}
         found = {setting.path: setting for setting in settings(plain(config))}
-        assert found["environment", "settings"].shown == "{files: ['a.py:f'], depth: 3}"
+        assert found["environment", "settings"].text == "{files: ['a.py:f'], depth: 3}"
         assert found["environment", "settings"].is_changed
 
 
