@@ -24,6 +24,8 @@ from harness.curves import CurveFile, draw, reward_at  # noqa: E402
 from harness.results import fitted_exponent  # noqa: E402
 from harness.turns import Opponent  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 
 def result_of(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arguments: str) -> dict:
     monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", "--quick", "--json", *arguments])

@@ -171,6 +171,7 @@ def test_only_the_packages_are_typed_and_only_files_that_are_there_are_read() ->
     assert not any("pytest" in line or "hadolint" in line for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("left_s", "outcome"), [(-1, "2 skipped"), (600, "2 passed")])
 def test_tests_that_no_time_is_left_for_are_skipped_and_counted(tmp_path: Path, left_s: float, outcome: str) -> None:
     (tmp_path / "test_two.py").write_text("def test_a(): ...\n\ndef test_b(): ...")

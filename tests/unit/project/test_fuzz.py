@@ -44,6 +44,8 @@ from lockstep.trainer.setting import declarations
 from lockstep.trainer.update.batch_dumps import ATTEMPT, read_dump
 from tests.fixtures.mutations import JSON, PLAIN, mutated
 
+pytestmark = pytest.mark.long
+
 ODD_TEXT = st.text(max_size=12) | st.sampled_from(
     [
         "",

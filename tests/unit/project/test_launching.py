@@ -186,6 +186,7 @@ def test_the_program_takes_the_place_of_the_shell_and_ends_before_it_is_killed(p
     assert node.process.wait(timeout=200) == 143
 
 
+@pytest.mark.long
 def test_servers_under_skypilot_end_after_the_training(start):
     servers = [start("skypilot", "servers", rank) for rank in (2, 3)]
     for server in servers:
@@ -197,6 +198,7 @@ def test_servers_under_skypilot_end_after_the_training(start):
         wait_for(server.seen.with_suffix(".ended").exists)
 
 
+@pytest.mark.long
 def test_servers_under_skypilot_run_on_after_a_failed_training(start):
     server = start("skypilot", "servers", 2)
     server.said()
@@ -205,6 +207,7 @@ def test_servers_under_skypilot_run_on_after_a_failed_training(start):
         server.process.wait(timeout=6)  # it looks every 5 s
 
 
+@pytest.mark.long
 def test_a_signal_reaches_the_server_under_skypilot(start):
     server = start("skypilot", "servers", 2)
     server.said()
@@ -213,6 +216,7 @@ def test_a_signal_reaches_the_server_under_skypilot(start):
     wait_for(server.seen.with_suffix(".ended").exists)
 
 
+@pytest.mark.long
 def test_a_server_that_dies_under_skypilot_fails_its_node(start):
     server = start("skypilot", "servers", 2)
     os.kill(server.said()["pid"], signal.SIGKILL)

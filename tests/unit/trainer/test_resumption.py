@@ -132,6 +132,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("word", "named"), CHANGED.items())
 def test_another_task_is_refused_unless_it_is_asked_for(
     word: str, named: str, refused: Callable[..., str], resume: Compose

@@ -17,6 +17,8 @@ from lockstep.rollout.records import Rollout, RolloutStatus
 from tests.fixtures.paths import FIXTURES
 from tests.fixtures.policies import Policy, play
 
+pytestmark = pytest.mark.long
+
 PROGRAM = FIXTURES / "host_programs" / "lying_games.py"
 TURN = "{'is_done': False, 'player': 0, 'text': 'guess'}"
 END = "{'is_done': True, 'rewards': {'0': %s}, 'facts': {'0': {'is_invalid': False}}}"

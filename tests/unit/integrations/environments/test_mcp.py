@@ -21,7 +21,10 @@ from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import Policy, play, tool_call
 from tests.fixtures.turns import use
 
-pytestmark = pytest.mark.timeout(600)  # a server imports the package in seconds, on a busy machine in a minute
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+]  # a server imports the package in seconds, on a busy machine in a minute
 SERVER = str(ROOT / "tests/fixtures/mcp_server.py")
 STDIO = {"command": sys.executable, "args": [SERVER]}
 NAMES = ["multiply", "count", "refuse", "wait", "die", "draw", "flood", "garbage"]

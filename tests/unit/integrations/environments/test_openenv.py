@@ -23,6 +23,8 @@ from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.openenv import server
 from tests.fixtures.policies import CHAT, TOKENIZER, Policy, play, sampling
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def numbers() -> Iterator[str]:

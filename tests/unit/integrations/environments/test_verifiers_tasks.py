@@ -24,6 +24,8 @@ from tests.fixtures.interpreters import python_with
 from tests.fixtures.paths import FIXTURES
 from tests.fixtures.policies import CHAT, TOKENIZER, sampling
 
+pytestmark = pytest.mark.long
+
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*2"}}\n</tool_call><|im_end|>'
 RIGHT, WRONG = "The answer is 6<|im_end|>", "The answer is 7<|im_end|>"
 

@@ -29,6 +29,8 @@ from lockstep.trainer.objective.advantages import ADVANTAGES
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from tests.fixtures.distributed import FakeRank
 
+pytestmark = pytest.mark.long
+
 FAULTY = Path(__file__).parent / "faulty_losses.py"
 
 

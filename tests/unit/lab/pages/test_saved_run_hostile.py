@@ -28,6 +28,8 @@ from tests.unit.lab.pages.test_run_report import line, rollout, write_run
 from tests.unit.lab.pages.test_saved_run_damaged import tool
 from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.long
+
 CONFIG = plain(Config())
 PROVENANCE = {"code": {"commit": "abc", "is_changed": True}, "packages": {}}
 MISMATCH = "rollout_correction/logp_diff_abs_max"

@@ -12,6 +12,8 @@ import pytest
 from tests.hostile.cases import cases
 from tests.hostile.identities import identities, run_as
 
+pytestmark = pytest.mark.long
+
 FUNCTIONS = cases("functions")
 MOST_S = 20.0
 

@@ -12,6 +12,8 @@ import pytest
 from tests.hostile.cases import cases
 from tests.hostile.identities import identities, run_as
 
+pytestmark = pytest.mark.long
+
 PROGRAMS = cases("programs")
 WITHOUT_WALLS = [name for name, case in PROGRAMS.items() if case.expected.get("walls") == "none"]
 FOR_ONE_PROGRAM = ("environment",)

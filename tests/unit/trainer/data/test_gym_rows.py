@@ -20,6 +20,8 @@ from lockstep.trainer.data.split import HELDOUT_ONE_IN
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.data.test_ready_data import composed
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("reasoning_gym", reason="pip install 'lockstep-rl[reasoning-gym]'")
 
 BY_HASH = "isomorphic_strings"

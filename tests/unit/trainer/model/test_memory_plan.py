@@ -172,6 +172,7 @@ MIXTURES: dict[str, Callable[[int], PreTrainedModel]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["whole", "checkpointed"])
 def test_planned_activations_of_experts_and_routers_are_what_autograd_keeps(
@@ -218,6 +219,7 @@ def test_router_losses_keep_logits_of_all_layers_and_replayed_routes_are_counted
     assert "routes" in replaying.table()
 
 
+@pytest.mark.long
 def test_the_peak_on_cpu_is_as_planned() -> None:
     """Weights, gradients, optimizer and activations of a real update, as the kernel counts them.
 

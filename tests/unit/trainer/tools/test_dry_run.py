@@ -39,6 +39,8 @@ from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import CHAT, TOKENIZER
 
+pytestmark = pytest.mark.long
+
 DEMO_ROW = {"question": "compute 64*22-55", "answer": "1353"}
 
 

@@ -166,6 +166,7 @@ launch(main, check=lambda config: None)
 """
 
 
+@pytest.mark.long
 def test_a_secret_on_the_command_line_is_in_no_file_of_wandb(tmp_path: Path):
     """Runs in its own process, because W&B reads the command line once."""
     directory = tmp_path / "run"
