@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.lab.environments.episode_checks import _said
+from lockstep.lab.environments.episode_checks import _excerpt
 from lockstep.lab.environments.reward_probes import _answer_shown, last_user_text
 from lockstep.rollout.environments.demo.calculator import calculator
 from lockstep.rollout.environments.subagents import SubAgents
@@ -18,4 +18,4 @@ async def test_worked_examples_are_apart_from_the_turns_of_a_rollout_with_sub_ag
     assert shown[:2] == [SYSTEM, ASKED]
     assert [turn["role"] for turn in shown[2:]] == ["assistant", "tool", "assistant"]
     assert last_user_text(rollout) == "3+4?"
-    assert (_said(rollout), _answer_shown(rollout)) == ("", "done")
+    assert (_excerpt(rollout), _answer_shown(rollout)) == ("", "done")
