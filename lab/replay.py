@@ -1,7 +1,7 @@
 """Replay of one step of an earlier run: train it without sampling, or sample it without training.
 
     rollouts of a step ─► Trainer.step            ─► numbers beside those of the run
-    demonstrations     ─► SftTrainer.step         ─► numbers beside those of the run
+    demonstrations     ─► Trainer.step            ─► numbers beside those of the run
     a dumped batch     ─► Updater.optimizer_step  ─► numbers beside those of the run
     prompts of a step  ─► engine, rewards         ─► tokens beside those of the run
 
@@ -57,12 +57,11 @@ from lockstep.trainer.run.assembly import make_sync
 from lockstep.trainer.run.library_logs import quiet_third_parties
 from lockstep.trainer.score.reference import make_reference
 from lockstep.trainer.sft.demonstration_rows import EPOCH, Demonstrations
-from lockstep.trainer.sft.sft_trainer import SftTrainer
 from lockstep.trainer.step import Trainer
 from lockstep.trainer.update.batch_dumps import read_attempt, read_dump, read_given
 from lockstep.trainer.update.entropy_control import EntropyControl
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
-from lockstep.trainer.update.updater import Updater
+from lockstep.trainer.update.updater import Minibatch, Updater
 
 CHECKPOINT = re.compile(r"step-([1-9][0-9]{0,17})")
 NOT_REPLAYED = (
@@ -253,7 +252,7 @@ class _Replay:
             assert demonstrations is not None, "a run without rollouts trains on demonstrations"
             self._restore(step.weights_update, demonstrations)
             self._continue(demonstrations, step)
-            alone = SftTrainer(config, distributed=distributed, updater=self._updater, demonstrations=demonstrations)
+            alone = Trainer(config, distributed=distributed, updater=self._updater, rollouts=None)
             alone.num_steps = step.num_steps
             return self._compare(logged, alone.step().metrics)
         if config.needs_greedy:
@@ -277,11 +276,10 @@ class _Replay:
             config,
             distributed=distributed,
             updater=self._updater,
-            # Stand-ins with the methods that a step calls: rollouts from the file, and no engine.
+            # A stand-in with the method that a step calls.
             rollouts=SimpleNamespace(collect=lambda *_: collected),  # type: ignore[arg-type]
             reference=make_reference(config, distributed, self._module),
             teacher=teacher,  # type: ignore[arg-type]
-            sync=SimpleNamespace(sleep=dict, push=lambda version: SimpleNamespace(metrics=dict)),  # type: ignore[arg-type]
         )
         trainer.num_steps = step.num_steps
         if self._state is not None:
@@ -329,20 +327,18 @@ class _Replay:
         self._restore(attempt.update - 1, demonstrations)
         if not self._config.has_rollouts:
             self._check_ids(path, given.values())
-            report = self._updater.given_step(given, lr=attempt.lr)
+            report = self._updater.optimizer_step(None, given, lr=attempt.lr)
             return self._compare({"optim/grad_norm": attempt.grad_norm}, report)
         _, batch, targets = read_dump(path, self._config.correction)
         self._check_ids(path, [batch, *given.values()])
-        seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
-        report = self._updater.optimizer_step(
-            batch,
-            targets,
-            np.array(attempt.rollouts),
-            seen_N,
-            lr=attempt.lr,
+        minibatch = Minibatch(
+            batch=batch,
+            targets=targets,
+            rollouts=np.array(attempt.rollouts),
+            seen_N=torch.full((batch.layout.num_tokens,), torch.nan),
             is_first=attempt.is_first,
-            given=given,
         )
+        report = self._updater.optimizer_step(minibatch, given, lr=attempt.lr)
         logged = {"policy/loss": attempt.sums["policy/loss"], "optim/grad_norm": attempt.grad_norm}
         return self._compare(logged, report)
 

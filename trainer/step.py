@@ -9,37 +9,39 @@
                                                      └─► weights in the engine    push_weights
 
 Every rank runs the same lines. Only rank 0 has rollouts until `_share`; then all ranks hold all rows, and each scores
-and trains the part that `trainer/batch/assignment.py` assigns to it.
+and trains the part that `trainer/batch/assignment.py` assigns to it. On demonstrations alone (`algorithm=sft`) a step
+has no rollouts: the rows come to the update as they do beside rollouts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.rollout.errors import TrainingError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import OnRollout
-from lockstep.rollout.weights.sync import SyncReport, WeightSync
+from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.collect.source import RolloutSource
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.correction import StepCorrection
-from lockstep.trainer.credit.critic_credit import critic_targets
 from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_of
 from lockstep.trainer.credit.targets import Logprobs, Targets, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
 from lockstep.trainer.engines.recovery import Recovery
-from lockstep.trainer.engines.teacher import Teacher
 from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
 from lockstep.trainer.observe.metrics_log import BATCH
 from lockstep.trainer.observe.step_metrics import StepReport, step_metrics
 from lockstep.trainer.score.reference import Reference
 from lockstep.trainer.stopwatch import Stopwatch
 from lockstep.trainer.update.updater import Updater
+
+if TYPE_CHECKING:  # of runs with a teacher
+    from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
+    from lockstep.trainer.engines.teacher import Teacher
 
 T = TypeVar("T")
 
@@ -56,17 +58,18 @@ class Trainer:
         *,
         distributed: Distributed,
         updater: Updater,
-        rollouts: RolloutSource,
-        reference: Reference | None,
+        rollouts: RolloutSource | None,
+        reference: Reference | None = None,
         teacher: Teacher | None = None,
         averaged: AveragedTeacher | None = None,
-        sync: WeightSync,
+        sync: WeightSync | None = None,
         recovery: Recovery | None = None,
         is_quantized: bool = False,
     ) -> None:
-        """reference: None without a KL term. teacher: None without distillation. averaged: weights of the teacher, if
-        they are an average of the policy's. recovery: None if the death of an engine ends the step. is_quantized: True
-        if engines compute with quantized weights."""
+        """rollouts: None on demonstrations alone. reference: None without a KL term. teacher: None without
+        distillation. averaged: weights of the teacher, if they are an average of the policy's. sync: None without
+        engines. recovery: None if the death of an engine ends the step. is_quantized: True if engines compute with
+        quantized weights."""
         self._config = config
         self._is_quantized = is_quantized or config.rollout.quantization is not None
         self._distributed = distributed
@@ -98,56 +101,63 @@ class Trainer:
         watch, version = Stopwatch(on_stage), self.version
         collected = self._collect(watch, on_rollout)
         batch = self._share(collected, watch)
-        with watch.stage("sync"):
-            self._with_engines(self._sync.sleep)  # after the teacher, which may be the policy in the same engines
+        if self._sync is not None:
+            with watch.stage("sync"):
+                self._with_engines(self._sync.sleep)  # after the teacher, which may be the policy in the same engines
         with watch.stage("score"):
             logprobs, batch = self._score(batch)
         correction = StepCorrection.of(batch, logprobs.old, self._config.correction)
         targets, credit_metrics = self._assign_credit(batch, logprobs, correction)
         with watch.stage("update"):
-            updated = self._updater.update(batch, targets)
+            updated = self._updater.update(batch, targets, watch.stage)
         with watch.stage("sync"):
             if self._averaged is not None and self.version > version:
                 self._averaged.advance()
             self.num_steps += 1  # the batch is trained: a checkpoint of this moment is whole
-            synced = self.push_weights()
+            sync_metrics = self.push_weights()
         trained_N = logprobs.old.by_trainer(updated.logp_N)
         if logprobs.repacked_N is not None:
             self.noise_floor = {**self.noise_floor, **noise_floor(trained_N, logprobs.repacked_N)}
         if self._is_quantized and QUANTIZATION_K3 not in self.noise_floor and (batch.versions_N == version).all():
             self.noise_floor = {**self.noise_floor, **quantization_cost(trained_N, batch.sampling_logprobs_N)}
         measured = correction.measured(batch, trained_N)
-        restarts = self._recovery.num_restarts if self._recovery else 0
         of_teacher = dict(self._teacher.measured) if self._teacher else {}
         of_teacher |= self._averaged.measured if self._averaged else {}
-        counters = {BATCH: float(self.num_steps), "rollout/engine_restarts": float(restarts)}
+        counters = {BATCH: float(self.num_steps)}
+        if self._rollouts is not None:
+            counters["rollout/engine_restarts"] = float(self._recovery.num_restarts if self._recovery else 0)
         return StepReport(
             update=self.version,
             metrics=step_metrics(
-                collected=collected,
+                collected=None if self._rollouts is None else collected,
                 batch=batch,
+                given=updated.given,
                 logprobs=logprobs,
                 trained_N=trained_N,
                 correction=measured,
                 version=version,
                 noise_floor=self.noise_floor,
                 settings=self._config.correction,
-                stages=(counters, credit_metrics, updated.metrics, synced.metrics(), of_teacher),
+                credit=credit_metrics,
+                stages=(counters, updated.metrics, sync_metrics, of_teacher),
                 watch=watch,
             ),
             rollouts=collected.rollouts,
             batch=batch,
+            given=updated.given,
             logp_train_N=trained_N,
             advantages_N=targets.advantages_N,
             weights_N=measured.weights_T,
         )
 
-    def push_weights(self) -> SyncReport:
-        """Send the current weights to the engines and verify them there; a collective."""
-        report = self._with_engines(lambda: self._sync.push(self.version))
+    def push_weights(self) -> Mapping[str, float]:
+        """Send the current weights to the engines, verify them there, and return `sync/*`; a collective."""
+        if (sync := self._sync) is None:
+            return {}
+        report = self._with_engines(lambda: sync.push(self.version))
         if self._averaged is not None:
             self._averaged.push(self.version)
-        return report
+        return report.metrics()
 
     def _with_engines(self, act: Callable[[], T]) -> T:
         """Call `act`, and recover from the death of an engine."""
@@ -157,7 +167,9 @@ class Trainer:
 
     def _collect(self, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
         """Sample rollouts with their rewards."""
-        return self._with_engines(lambda: self._rollouts.collect(self.num_steps, self.version, watch, on_rollout))
+        if (source := self._rollouts) is None:
+            return Collected()
+        return self._with_engines(lambda: source.collect(self.num_steps, self.version, watch, on_rollout))
 
     def _share(self, collected: Collected, watch: Stopwatch) -> StepBatch:
         """Make rows of the trained rollouts, with a teacher's scores of their tokens, the same on every rank."""
@@ -179,7 +191,7 @@ class Trainer:
                 batch = self._with_engines(lambda: teacher.scored(batch, collected.trained, measures_floor=is_due))
         if self._distributed.world_size > 1:
             batch = decode(self._distributed.broadcast_bytes(encode(batch) if self._distributed.is_main else b""))
-        self._empty_steps = 0 if batch.num_rollouts else self._empty_steps + 1
+        self._empty_steps = 0 if batch.num_rollouts or self._rollouts is None else self._empty_steps + 1
         if self._empty_steps >= MAX_EMPTY_STEPS:
             self._distributed.together(lambda: self._refuse_empty(collected.rollouts))
         return batch
@@ -224,6 +236,8 @@ class Trainer:
         """Assign advantages to tokens: per rollout, per turn, or with a critic per token."""
         if not self._config.has_critic:
             return rollout_targets(batch, logprobs, correction, self._config)
+        from lockstep.trainer.credit.critic_credit import critic_targets  # other runs do not load it
+
         assigned = critic_targets(batch, logprobs, correction, self._config.algorithm, kl_coef=self.kl_coef)
         self.kl_coef = assigned.next_kl_coef
         return assigned.targets, assigned.metrics

@@ -1,6 +1,7 @@
 """Wall-clock time of the stages of a step, as metrics `time/<stage>` [s].
 
 A stage ends when the device has run the kernels that it launched. Else they would count as the next stage that waits.
+The time of a stage inside of another counts only as its own.
 """
 
 from __future__ import annotations
@@ -19,25 +20,37 @@ class Stopwatch:
     def __init__(self, on_stage: Callable[[str], None] = lambda name: None) -> None:
         """on_stage: called with its name when a stage begins."""
         self._on_stage = on_stage
-        self._started = time.perf_counter()
+        self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        """Names of the stages that have begun; the clock counts for the last one."""
+        self._since = self._start
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self._on_stage(name)
-        started = time.perf_counter()
+        self._count()
+        self._open.append(name)
         try:
             with record_function(f"lockstep/{name}"):  # for `profile=true`; costs microseconds without it
                 yield
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+            self._count()
+            self._open.pop()
+
+    def _count(self) -> None:
+        """Count the time since the last change of stage for the one that was open."""
+        if self._open and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        now = time.perf_counter()
+        if self._open:
+            self._seconds[self._open[-1]] = self.seconds(self._open[-1]) + now - self._since
+        self._since = now
 
     def seconds(self, name: str) -> float:
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:
         return {f"time/{name}": seconds for name, seconds in self._seconds.items()} | {
-            "time/step": time.perf_counter() - self._started
+            "time/step": time.perf_counter() - self._start
         }

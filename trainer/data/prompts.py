@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,10 +28,12 @@ from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import DataRow
 from lockstep.trainer.config.groups.data_settings import CurriculumConfig, DataSetConfig
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.data.curriculum import Curriculum
 from lockstep.trainer.data.datasets import load_rows, rename
 from lockstep.trainer.data.reader import Rows, every, silent
 from lockstep.trainer.data.row_check import RowCheck
+
+if TYPE_CHECKING:
+    from lockstep.trainer.data.curriculum import Curriculum
 
 Row = Mapping[str, Any]
 
@@ -183,6 +185,8 @@ class Prompts:
         """Number of rows of each data set."""
         self.curriculum: Curriculum | None = None
         if curriculum is not None and curriculum.is_on:
+            from lockstep.trainer.data.curriculum import Curriculum  # other runs do not load it
+
             self.curriculum = Curriculum(curriculum, sizes=self.sizes, seed=seed)
         self._seed = seed
         self._shuffle = shuffle

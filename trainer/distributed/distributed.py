@@ -29,7 +29,6 @@ from lockstep.rollout.errors import CheckpointError, ConfigError, LockstepError,
 from lockstep.rollout.models import stored_model
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.addresses import address_towards, interface_of, is_loopback
-from lockstep.trainer.distributed.reshard import fill_shards, fill_whole
 from lockstep.trainer.distributed.sharding import Sharding, set_buffers
 from lockstep.trainer.distributed.unsharded_state import (
     OPTIMIZER,
@@ -383,6 +382,8 @@ class Distributed:
 
         zero_stage: stage of those ranks. Raises `CheckpointError` if the checkpoint has other parameters.
         """
+        from lockstep.trainer.distributed.reshard import fill_shards, fill_whole  # other runs do not load it
+
         read = open_state(directory, trained=self._trained, zero_stage=zero_stage)
         if self.zero_stage:
             fill_shards(self.module, self.zero_stage, read)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
 from lockstep.trainer.engines.start import open_engine
+from lockstep.trainer.evaluate.evaluation import Evaluation
 from lockstep.trainer.evaluate.results import (
     Comparison,
     SetResult,
@@ -56,26 +57,6 @@ COMPARED = (
 """Settings that must be equal for a comparison: sampling, and the definition of a pass."""
 TASK_SETTINGS = ("num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction", "gen_kwargs")
 """Settings of `eval.lm_eval` that must be equal for a comparison."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Results of one model on all held-out data."""
-
-    results: tuple[SetResult, ...] = ()
-    rollouts: tuple[Rollout, ...] = ()
-    tasks: TaskRun | None = None
-    """Results of the tasks of lm-eval, if there are any."""
-    losses: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of held-out demonstrations, where these are evaluated in place of rollouts."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        found = {name: value for result in self.results for name, value in result.metrics().items()} | dict(self.losses)
-        if self.tasks is not None:
-            found |= {name: value for metric in self.tasks.metrics for name, value in metric.metrics().items()}
-            found |= self.tasks.facts()
-        return found
 
 
 class Evaluator:

@@ -45,7 +45,7 @@ def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: 
     return lines + _row_lines(batch.rows[index], logp_train_N[start:], TokenTexts(tokenizer))
 
 
-def first_demonstrations(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def first_demonstrations(batch: StepBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return lines for the console about the first demonstrations: counts, and a row with its trained tokens."""
     num_tokens, num_trained = sum(map(len, batch.rows)), batch.layout.num_tokens
     row = batch.rows[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -35,6 +35,9 @@ class StepReport:
     rollouts: Sequence[Rollout]
     """Rollouts of this rank's engine; empty on ranks without one."""
     batch: StepBatch
+    """Rows of the rollouts; empty on demonstrations alone."""
+    given: Mapping[str, StepBatch] = field(default_factory=dict)
+    """Rows of other components in the last optimizer step, by name."""
     logp_train_N: Tensor
     """The trainer's logprobs of the trained tokens, with the weights that sampled them."""
     advantages_N: Tensor
@@ -44,27 +47,35 @@ class StepReport:
 
 def step_metrics(
     *,
-    collected: Collected,
+    collected: Collected | None,
     batch: StepBatch,
+    given: Mapping[str, StepBatch],
     logprobs: Logprobs,
     trained_N: Tensor,
     correction: CorrectionResult,
     version: int,
     noise_floor: Mapping[str, float],
     settings: CorrectionConfig,
+    credit: Mapping[str, float],
     stages: Sequence[Mapping[str, float]],
     watch: Stopwatch,
 ) -> dict[str, float]:
     """Return all metrics of a step.
 
     Args:
+        collected: None on demonstrations alone, which have no metrics of rollouts, correction and advantages.
+        given: rows of other components.
         trained_N: the trainer's logprobs of the trained tokens before the update.
         correction: the correction as it was applied.
         version: of the weights before the update.
         noise_floor: as last measured.
-        stages: metrics of the stages, which `rollout_metrics` may overwrite.
+        credit: metrics of the advantages.
+        stages: metrics of the other stages.
     """
-    metrics = {name: value for stage in stages for name, value in stage.items()} | rollout_metrics(collected, batch)
+    metrics = {name: value for stage in stages for name, value in stage.items()} | watch.metrics()
+    if collected is None:
+        return metrics | throughput(metrics, sum(rows.layout.num_tokens for rows in given.values()))
+    metrics |= credit | rollout_metrics(collected, batch)
     if settings.mode != "none" and batch.layout.num_tokens:
         metrics |= mismatch_metrics(
             trained_N,
@@ -77,10 +88,10 @@ def step_metrics(
         )
         metrics |= noise_floor
     old_N = trained_N if logprobs.old.logp_N is None else logprobs.old.logp_N
-    metrics |= correction.metrics | reference_metrics(old_N, logprobs.ref_N, batch) | watch.metrics()
+    metrics |= correction.metrics | reference_metrics(old_N, logprobs.ref_N, batch)
     if batch.teacher is not None:
         metrics |= teacher_metrics(trained_N, batch.teacher.logp_N, batch.teacher.top_logp_NE)
-    return metrics | throughput(metrics)
+    return metrics | throughput(metrics, batch.layout.num_tokens)
 
 
 def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
@@ -156,10 +167,13 @@ def outcome_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return `perf/*` from counts and times; rates of sampling only if this rank has rollouts."""
+def throughput(metrics: Mapping[str, float], num_tokens: int) -> dict[str, float]:
+    """Return `perf/*` from counts and times; rates of sampling only if this rank has rollouts.
+
+    num_tokens: trained tokens, on all ranks.
+    """
     trained_s = metrics["time/score"] + metrics["time/update"]
-    rates = {"perf/trained_tokens_per_s": metrics["rollout/trained_tokens"] / trained_s}
+    rates = {"perf/trained_tokens_per_s": num_tokens / trained_s}
     if sampled := metrics.get("rollout/sampled_tokens"):
         rates |= {
             "perf/tokens_per_s": sampled / metrics["time/step"],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,25 +13,21 @@ from torch import nn
 from lockstep.rewards.composition import RewardSet
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import SyncedEngine
+from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
-from lockstep.trainer.collect.async_source import Producer
 from lockstep.trainer.collect.source import Collector, RolloutSource
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompt_filter import make_prompts
-from lockstep.trainer.data.prompts import Prompts, heldout_data
+from lockstep.trainer.data.prompts import DataSet, Prompts, heldout_data
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.distributed.weight_average import WeightAverage
-from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
 from lockstep.trainer.engines.recovery import Recovery
 from lockstep.trainer.engines.run_engines import Engines, start_engines
-from lockstep.trainer.engines.teacher import Teacher
-from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher, start_teacher
-from lockstep.trainer.evaluate.evaluator import Evaluation, Evaluator
+from lockstep.trainer.evaluate.evaluation import Evaluation
 from lockstep.trainer.model.chosen import with_chosen
 from lockstep.trainer.model.critic import policy_of, with_critic
 from lockstep.trainer.model.families import unproven
@@ -43,11 +40,19 @@ from lockstep.trainer.model.start_checks.rounding import marked_layers, rounding
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.run.library_logs import ThirdPartyLog
 from lockstep.trainer.score.reference import make_reference
-from lockstep.trainer.sft.demonstration_rows import Demonstrations, tokenized
-from lockstep.trainer.sft.sft_trainer import HeldoutDemonstrations, SftTrainer
+from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.step import Trainer
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from lockstep.trainer.update.updater import Updater
+
+if TYPE_CHECKING:  # of runs that need them
+    from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
+    from lockstep.trainer.engines.teacher import Teacher
+    from lockstep.trainer.sft.demonstration_rows import Demonstrations
+    from lockstep.trainer.sft.heldout_demonstrations import HeldoutDemonstrations
+
+
+Evaluate = Callable[[RunConsole], Evaluation | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +68,9 @@ class Parts:
     prompts: Prompts | None
     """None without rollouts."""
     demonstrations: Demonstrations | None
-    trainer: Trainer | SftTrainer
-    evaluate: Callable[[RunConsole], Evaluation | None]
-    """Evaluates on held-out data; a collective. Returns None on ranks other than 0, and where nothing is evaluated."""
+    trainer: Trainer
+    evaluate: Evaluate | None
+    """Evaluates on held-out data; a collective. Returns None on ranks other than 0. None: the run does not."""
     teacher: Teacher | None
     averaged: AveragedTeacher | None
     """Weights of the teacher; None if they are not an average of the policy's."""
@@ -90,51 +95,215 @@ def assemble(
     console: RunConsole,
     libraries: ThirdPartyLog,
 ) -> Parts:
-    """Build the parts of a run; a collective."""
-    build = _with_rollouts if config.has_rollouts else _without_rollouts
-    return build(config, distributed, directory, loop, console, libraries)
+    """Build the parts of a run; a collective.
 
+    All data come before the engines: a row that cannot be used ends the run in seconds. Engines come before the model:
+    they fork workers, which must not inherit threads of a model that computes.
+    """
+    has_rollouts = config.has_rollouts
+    if has_rollouts:
+        refuse_dense(config)
+    if config.has_teacher:
+        from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher  # other runs do not load it
 
-def _without_rollouts(
-    config: Config,
-    distributed: Distributed,
-    directory: RunDirectory,
-    loop: BackgroundLoop,
-    console: RunConsole,
-    libraries: ThirdPartyLog,
-) -> Parts:
-    distributed.together(lambda: refuse_unfit_teacher(config))
+        distributed.together(lambda: refuse_unfit_teacher(config))
     chat = make_chat(config)
-    demonstrations = Demonstrations.load(config, distributed, chat, say=console.say)
-    sets = config.heldout_sets() if config.evaluates else {}
-    loaded = tokenized(sets, config, distributed, chat, say=console.say)
-    # Before the model, as the engines of `_with_rollouts`.
-    teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs, policy=None, say=console.say)
+    demonstrations = _demonstrations(config, distributed, chat, console)
+    prompts = make_prompts(config, distributed, loop, chat, say=console.say) if has_rollouts else None
+    heldout = _heldout_prompts(config, distributed, console)
+    heldout_demonstrations = _heldout_demonstrations(config, distributed, chat, console)
+    engines = Engines(loop=loop)
+    if has_rollouts:
+        console.say(_announcement(config))
+        engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
+    teacher = _teacher(config, distributed, engines, directory, console)
     trained = _load_trained(config, distributed, console, libraries, demonstrations, teacher)
-    assert demonstrations is not None, "a run without rollouts trains on demonstrations"
-    heldout = None
-    if sets:
-        heldout = HeldoutDemonstrations(config, distributed=distributed, module=trained.module, loaded=loaded)
-
-    def evaluate(console: RunConsole) -> Evaluation | None:
-        evaluation = None if heldout is None else heldout.evaluate()
-        return evaluation if distributed.is_main else None
-
+    updater = trained.updater
+    sync = averaged = recovery = collection = evaluate = None
+    if heldout_demonstrations is not None:
+        evaluate = _demonstrations_evaluation(config, distributed, heldout_demonstrations, trained.module)
+    if prompts is not None:
+        collection = _collection(config, distributed, engines, chat, prompts)
+        sync = make_sync(
+            config,
+            distributed,
+            updater,
+            engines=engines.synced,
+            sleep_level=config.rollout.sleep_level if engines.colocated else 0,
+        )
+        averaged = _average(config, distributed, updater, teacher)
+        recovery = Recovery(
+            engines=engines,
+            distributed=distributed,
+            rollouts=collection.rollouts,
+            sync=sync,
+            version=lambda: updater.num_updates,
+            limit=config.rollout.engine_restarts,
+            say=console.warn,
+        )
+        if config.evaluates:
+            evaluate = _rollouts_evaluation(config, distributed, heldout, collection, recovery, chat)
+        for sentence in overlap_warnings(config, prompts.sets, heldout) if heldout else ():
+            console.warn(sentence)
+    trainer = Trainer(
+        config,
+        distributed=distributed,
+        updater=updater,
+        rollouts=collection.rollouts if collection else None,
+        reference=make_reference(config, distributed, trained.module) if has_rollouts else None,
+        teacher=teacher if config.teaches_rollouts else None,
+        averaged=averaged,
+        sync=sync,
+        recovery=recovery,
+        is_quantized=sync is not None and sync.quantization is not None,
+    )
     return Parts(
         config=config,
         distributed=distributed,
-        engines=Engines(loop=loop),
+        engines=engines,
         shape=trained.shape,
-        updater=trained.updater,
+        updater=updater,
         chat=chat,
-        prompts=None,
+        prompts=prompts,
         demonstrations=demonstrations,
-        trainer=SftTrainer(config, distributed=distributed, updater=trained.updater, demonstrations=demonstrations),
+        trainer=trainer,
         evaluate=evaluate,
         teacher=teacher,
-        averaged=None,
-        close_collection=lambda: None,
+        averaged=averaged,
+        close_collection=collection.close if collection else lambda: None,
     )
+
+
+def _heldout_prompts(config: Config, distributed: Distributed, console: RunConsole) -> Mapping[str, DataSet]:
+    """Load the held-out data of a run with rollouts on rank 0; a collective."""
+    if not (config.evaluates and config.has_rollouts):
+        return {}
+    return distributed.together(lambda: heldout_data(config, say=console.say) if distributed.is_main else {})
+
+
+def _heldout_demonstrations(
+    config: Config, distributed: Distributed, chat: Chat, console: RunConsole
+) -> HeldoutDemonstrations | None:
+    """Load the held-out data of a run without rollouts; a collective."""
+    if config.has_rollouts or not (config.evaluates and config.heldout_sets()):
+        return None
+    from lockstep.trainer.sft.heldout_demonstrations import HeldoutDemonstrations  # other runs do not load it
+
+    return HeldoutDemonstrations(config, distributed, chat, say=console.say)
+
+
+def _demonstrations(config: Config, distributed: Distributed, chat: Chat, console: RunConsole) -> Demonstrations | None:
+    """Load the demonstrations that the run trains; a collective."""
+    if not config.demonstration_sets():
+        return None
+    from lockstep.trainer.sft.demonstration_rows import Demonstrations  # other runs do not load it
+
+    return Demonstrations.load(config, distributed, chat, say=console.say)
+
+
+def _teacher(
+    config: Config, distributed: Distributed, engines: Engines, directory: RunDirectory, console: RunConsole
+) -> Teacher | None:
+    """Start the teacher; a collective."""
+    if not config.has_teacher:
+        return None
+    from lockstep.trainer.engines.teacher_start import start_teacher  # other runs do not load it
+
+    return start_teacher(
+        config, distributed, loop=engines.loop, logs=directory.logs, policy=engines.pool, say=console.say
+    )
+
+
+def _average(
+    config: Config, distributed: Distributed, updater: Updater, teacher: Teacher | None
+) -> AveragedTeacher | None:
+    """Make the average of the policy that is the teacher, if it is one; a collective."""
+    if teacher is None or config.teacher.source != "average":
+        return None
+    from lockstep.trainer.distributed.weight_average import WeightAverage  # other runs load neither
+    from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
+
+    average = WeightAverage(distributed, decay=config.teacher.average_decay)
+    return AveragedTeacher(average, make_sync(config, distributed, updater, engines=teacher.synced))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """Parts that sample and score rollouts."""
+
+    loop: BackgroundLoop
+    sampler: Sampler | None
+    """None on ranks that do not sample."""
+    rewards: RewardSet
+    rollouts: RolloutSource
+
+    def close(self) -> None:
+        """End rollouts in flight and reward workers."""
+        self.rollouts.close()
+        self.rewards.close()
+
+
+def _collection(config: Config, distributed: Distributed, engines: Engines, chat: Chat, prompts: Prompts) -> Collection:
+    """Load the rewards and make the source of rollouts; a collective."""
+    rewards = make_rewards(config)
+    distributed.together(lambda: _load_reward_models(rewards, engines, distributed))
+    sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
+    make_source: type[RolloutSource] = Collector
+    if config.rollout.max_staleness:
+        from lockstep.trainer.collect.async_source import Producer as make_source  # other runs do not load it
+    rollouts = make_source(
+        config,
+        distributed=distributed,
+        loop=engines.loop,
+        sampler=sampler,
+        sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
+        rewards=rewards,
+        prompts=prompts,
+    )
+    return Collection(loop=engines.loop, sampler=sampler, rewards=rewards, rollouts=rollouts)
+
+
+def _demonstrations_evaluation(
+    config: Config, distributed: Distributed, heldout: HeldoutDemonstrations, module: nn.Module
+) -> Evaluate:
+    scorer = Scorer(
+        module,
+        distributed,
+        temperature=1.0,
+        token_budget=config.pack_tokens,
+        share_prefixes=config.share_prefixes,
+    )
+
+    def evaluate(console: RunConsole) -> Evaluation | None:
+        evaluation = heldout.evaluate(scorer)
+        return evaluation if distributed.is_main else None
+
+    return evaluate
+
+
+def _rollouts_evaluation(
+    config: Config,
+    distributed: Distributed,
+    heldout: Mapping[str, DataSet],
+    collection: Collection,
+    recovery: Recovery,
+    chat: Chat,
+) -> Evaluate:
+    """Return an evaluation with rank 0's engine, for which the other ranks wait."""
+    from lockstep.trainer.evaluate.evaluator import Evaluator  # other runs do not load it
+
+    loop, rewards, sampler = collection.loop, collection.rewards, collection.sampler
+    evaluator = distributed.together(
+        lambda: sampler and Evaluator(config, heldout, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
+    )
+
+    def on_this_rank(console: RunConsole) -> Evaluation | None:
+        if evaluator is None:
+            return None
+        with console.progress("evaluation", evaluator.num_rollouts) as lines:
+            return evaluator.evaluate(lines.rollout, lines.stage)
+
+    return lambda console: recovery.attempt(lambda: distributed.together(lambda: on_this_rank(console)))
 
 
 def _load_trained(
@@ -179,119 +348,6 @@ def _load_trained(
     if (sentence := unproven(policy.causal_lm.config, passed, has_sync=config.has_rollouts)) is not None:
         console.warn(sentence)
     return Trained(module=prepared, shape=shape, updater=updater)
-
-
-def _with_rollouts(
-    config: Config,
-    distributed: Distributed,
-    directory: RunDirectory,
-    loop: BackgroundLoop,
-    console: RunConsole,
-    libraries: ThirdPartyLog,
-) -> Parts:
-    refuse_dense(config)
-    distributed.together(lambda: refuse_unfit_teacher(config))
-    # All data before the engine: a row that cannot be used ends the run in seconds.
-    chat = make_chat(config)
-    demonstrations = Demonstrations.load(config, distributed, chat, say=console.say)
-    prompts = make_prompts(config, distributed, loop, chat, say=console.say)
-    heldout = distributed.together(
-        lambda: heldout_data(config, say=console.say) if distributed.is_main and config.evaluates else {}
-    )
-    # Then the engine: it forks workers, which must not inherit threads of a model that computes.
-    console.say(_announcement(config))
-    engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
-    teacher = start_teacher(config, distributed, loop=loop, logs=directory.logs, policy=engines.pool, say=console.say)
-    trained = _load_trained(config, distributed, console, libraries, demonstrations, teacher)
-    updater = trained.updater
-    rewards = make_rewards(config)
-    distributed.together(lambda: _load_reward_models(rewards, engines, distributed))
-    sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
-    evaluator = distributed.together(
-        lambda: (
-            Evaluator(config, heldout, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
-            if sampler and config.evaluates
-            else None
-        )
-    )
-    if evaluator is not None and distributed.is_main:
-        for sentence in overlap_warnings(config, prompts.sets, evaluator.data):
-            console.warn(sentence)
-    make_source: Callable[..., RolloutSource] = Producer if config.rollout.max_staleness else Collector
-    rollouts = make_source(
-        config,
-        distributed=distributed,
-        loop=loop,
-        sampler=sampler,
-        sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
-        rewards=rewards,
-        prompts=prompts,
-    )
-    sync = make_sync(
-        config,
-        distributed,
-        updater,
-        engines=engines.synced,
-        sleep_level=config.rollout.sleep_level if engines.colocated else 0,
-    )
-    averaged = None
-    if teacher is not None and config.teacher.source == "average":
-        averaged = AveragedTeacher(
-            WeightAverage(distributed, decay=config.teacher.average_decay),
-            make_sync(config, distributed, updater, engines=teacher.synced),
-        )
-    recovery = Recovery(
-        engines=engines,
-        distributed=distributed,
-        rollouts=rollouts,
-        sync=sync,
-        version=lambda: updater.num_updates,
-        limit=config.rollout.engine_restarts,
-        say=console.warn,
-    )
-    trainer = Trainer(
-        config,
-        distributed=distributed,
-        updater=updater,
-        rollouts=rollouts,
-        reference=make_reference(config, distributed, trained.module),
-        teacher=teacher if config.teaches_rollouts else None,
-        averaged=averaged,
-        sync=sync,
-        recovery=recovery,
-        is_quantized=sync.quantization is not None,
-    )
-
-    def evaluate(console: RunConsole) -> Evaluation | None:
-        """Evaluate with rank 0's engine, for which the other ranks wait."""
-
-        def on_this_rank() -> Evaluation | None:
-            if evaluator is None:
-                return None
-            with console.progress("evaluation", evaluator.num_rollouts) as lines:
-                return evaluator.evaluate(lines.rollout, lines.stage)
-
-        return recovery.attempt(lambda: distributed.together(on_this_rank))
-
-    def close_collection() -> None:
-        rollouts.close()
-        rewards.close()
-
-    return Parts(
-        config=config,
-        distributed=distributed,
-        engines=engines,
-        shape=trained.shape,
-        updater=updater,
-        chat=chat,
-        prompts=prompts,
-        demonstrations=demonstrations,
-        trainer=trainer,
-        evaluate=evaluate,
-        teacher=teacher,
-        averaged=averaged,
-        close_collection=close_collection,
-    )
 
 
 CANARY_SHARE = {"cpu": 1.0, "cuda": 0.01}

@@ -12,27 +12,16 @@ import torch
 
 from lockstep.rollout.records import Cause, Rollout
 from lockstep.rollout.saved_rollouts import write_rollouts
-from lockstep.trainer.batch.saved_scores import FILE_SUFFIX as TEACHER_SUFFIX
-from lockstep.trainer.batch.saved_scores import write_scores
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.credit.targets import Targets
-from lockstep.trainer.evaluate.evaluator import Evaluation, comparable_settings
-from lockstep.trainer.evaluate.results import (
-    compare,
-    comparison_lines,
-    read_results,
-    result_lines,
-    title,
-    write_results,
-)
+from lockstep.trainer.evaluate.evaluation import Evaluation
 from lockstep.trainer.model.memory_plan import GIB
 from lockstep.trainer.model.shape import update_flops
 from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, notes
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.first_step import first_demonstrations, first_step_summary
 from lockstep.trainer.observe.metrics_log import MetricsLog
-from lockstep.trainer.observe.step_media import step_media
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.trackers.view import program, short_path
 from lockstep.trainer.run.assembly import Parts
@@ -64,8 +53,13 @@ class Reporter:
         health |= self._memory()
         self.log.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
         if is_first:
-            summary = first_step_summary if self._config.has_rollouts else first_demonstrations
-            for line in summary(report.batch, report.logp_train_N, self._parts.chat.tokenizer):
+            tokenizer = self._parts.chat.tokenizer
+            lines = (
+                first_step_summary(report.batch, report.logp_train_N, tokenizer) if self._config.has_rollouts else []
+            )
+            for batch in report.given.values():
+                lines += first_demonstrations(batch, tokenizer)
+            for line in lines:
                 self._console.say(line)
         self._console.row({**report.metrics, "step": report.update})
         self._console.alarms(sentences, notes(report.metrics, thresholds))
@@ -80,12 +74,16 @@ class Reporter:
             self._save_rollouts(name, report.rollouts)
             batch, path = report.batch, self._directory.path / name
             if batch.teacher is not None and self._config.logger.save_rollouts:
+                from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, write_scores  # other runs do not load it
+
                 with self.log.tolerating("saving scores of the teacher"):
                     named = self._config.teacher.identity
-                    write_scores(path.with_suffix(TEACHER_SUFFIX), batch.rows, batch.teacher, teacher=named)
+                    write_scores(path.with_suffix(FILE_SUFFIX), batch.rows, batch.teacher, teacher=named)
         settings = self._config.logger
         every = settings.wandb_media_every
         if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):
+            from lockstep.trainer.observe.step_media import step_media  # other runs do not load it
+
             self.log.media(report.update, lambda: step_media(report, self._config, self._parts.chat.tokenizer))
         if is_due(settings.print_rollouts_every, before=before, after=report.update) or is_first:
             for rollout in report.rollouts[: settings.print_rollouts]:
@@ -98,6 +96,10 @@ class Reporter:
             self._console.say(f"{name} {value:.6g}")
         if not evaluation.results:
             return
+        # Other runs do not load these modules.
+        from lockstep.trainer.evaluate.evaluator import comparable_settings
+        from lockstep.trainer.evaluate.results import result_lines, write_results
+
         for line in result_lines(evaluation.results):
             self._console.say(line)
         path = self._directory.evaluations / f"update-{update:06d}.json"
@@ -115,6 +117,9 @@ class Reporter:
 
     def _compare(self, first: Path, evaluation: Evaluation, update: int) -> None:
         """Print the gain of the whole run: its last evaluation and the one before training, paired by prompt."""
+        from lockstep.trainer.evaluate.evaluator import comparable_settings
+        from lockstep.trainer.evaluate.results import compare, comparison_lines, read_results, title
+
         with self.log.tolerating("comparing with the evaluation before training"):
             before = read_results(first, comparable_settings(self._config))
             comparisons = compare(before, evaluation.results)
@@ -135,10 +140,11 @@ class Reporter:
         """Return the share of the devices' arithmetic that the update used, where the peak is known."""
         peak_tflops, seconds = self._config.logger.peak_tflops, report.metrics.get("time/update")
         shape = self._parts.shape
-        if not (peak_tflops and seconds and report.batch.rows) or shape.experts:
+        rows = [*report.batch.rows] or [row for batch in report.given.values() for row in batch.rows]
+        if not (peak_tflops and seconds and rows) or shape.experts:
             return {}
         computed = 1 - report.metrics.get("perf/shared_tokens_frac", 0.0)
-        flops = update_flops(shape, [len(row) for row in report.batch.rows])
+        flops = update_flops(shape, [len(row) for row in rows])
         flops *= computed * self._config.algorithm.epochs
         return {"perf/mfu": flops / (seconds * peak_tflops * 1e12 * self._parts.distributed.world_size)}
 

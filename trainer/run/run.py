@@ -195,13 +195,13 @@ class Life:
 
     def _evaluate(self, parts: Parts, update: int) -> Mapping[str, float]:
         """Evaluate on held-out rows; a collective."""
-        if not self._config.evaluates:
+        if (evaluate := parts.evaluate) is None:
             return {}
         self._heartbeat.beat("evaluation", update=update)
         started = time.perf_counter()
         evaluation, failure = None, None
         try:
-            evaluation = parts.evaluate(self._console)
+            evaluation = evaluate(self._console)
         except (Exception, SystemExit) as error:
             if isinstance(error, RankLostError) or not self._distributed.meets(b"evaluation"):
                 raise

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
@@ -17,7 +17,6 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.data.prompts import Position
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.distributed.weight_average import WeightAverage
 from lockstep.trainer.model.critic import ActorCritic, policy_of, save_critic
 from lockstep.trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
 from lockstep.trainer.observe.console import RunConsole
@@ -25,10 +24,12 @@ from lockstep.trainer.observe.metrics_log import MetricsLog
 from lockstep.trainer.observe.trackers.view import program, short_path
 from lockstep.trainer.observe.trackers.wandb_run import Lineage
 from lockstep.trainer.run.assembly import Parts
-from lockstep.trainer.run.hub import last_metrics, push
 from lockstep.trainer.run.next_steps import CHECKOUT, next_steps
 from lockstep.trainer.run.provenance import provenance
 from lockstep.trainer.update.entropy_control import EntropyControl
+
+if TYPE_CHECKING:
+    from lockstep.trainer.distributed.weight_average import WeightAverage
 
 
 def restore_state(path: Path, parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed:
@@ -174,6 +175,8 @@ def launcher_of(distributed: Distributed) -> str:
 
 
 def _upload(config: Config, directory: RunDirectory, console: RunConsole) -> None:
+    from lockstep.trainer.run.hub import last_metrics, push  # other runs do not load it
+
     try:
         address = push(directory.model, config, last_metrics(directory.metrics))
         console.say(f"uploaded       {address}")

@@ -6,7 +6,8 @@ Dimensions: _N trained tokens of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -40,6 +41,23 @@ class Updated:
     """Means over the optimizer steps that were made, or over the skipped ones if all were."""
     logp_N: Tensor
     """Logprobs of the trained tokens in their first forward pass of the update."""
+    given: Mapping[str, StepBatch] = field(default_factory=dict)
+    """Rows of other components in the last optimizer step, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Minibatch:
+    """Rollouts of one optimizer step."""
+
+    batch: StepBatch
+    targets: Targets
+    """Targets of these rollouts."""
+    rollouts: np.ndarray
+    """Indices in the batch."""
+    seen_N: Tensor
+    """(N,) logprobs so far; the NaN of tokens in this step are replaced by their logprobs."""
+    is_first: bool
+    """True if the old logprobs are still those of θ."""
 
 
 class Updater:
@@ -81,23 +99,30 @@ class Updater:
         """Callback that saves the rows of an optimizer step that the guard objects to; called on every rank. Takes the
         rollouts with their targets, None without, and the rows of other components by name."""
 
-    def update(self, batch: StepBatch, targets: Targets) -> Updated:
-        """Run all epochs and minibatches of one rollout batch; a collective."""
+    def update(
+        self,
+        batch: StepBatch,
+        targets: Targets,
+        stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+    ) -> Updated:
+        """Run all epochs and minibatches of one rollout batch; a collective.
+
+        A run without rollouts makes one step on the rows of other components. stage: times the drawing of these rows.
+        """
         made: list[dict[str, float]] = []
         skipped: list[dict[str, float]] = []
+        given: Mapping[str, StepBatch] = {}
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
-        for rollouts in self._minibatches(batch.num_rollouts):
-            if len(rollouts):
-                own = targets.for_rollouts(torch.from_numpy(rollouts), self._config.algorithm)
-                before = self.num_updates
-                report = self.optimizer_step(batch, own, rollouts, seen_N, lr=lr, is_first=not made and not skipped)
-                (made if self.num_updates > before else skipped).append(report)
+        for minibatch in self._minibatches(batch, targets, seen_N) if self._config.has_rollouts else [None]:
+            before = self.num_updates
+            given = self._draw(stage)
+            report = self.optimizer_step(minibatch, given, lr=lr)
+            (made if self.num_updates > before else skipped).append(report)
         seen_N = self._distributed.sum(seen_N.nan_to_num())
         reports = made or skipped
         means = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}
-        means |= self._health()
-        return Updated(metrics=means, logp_N=seen_N)
+        return Updated(metrics=means | self._health(), logp_N=seen_N, given=given)
 
     def logprobs(self, ids: Sequence[int], error: float = 0.0) -> list[float]:
         """Return log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective.
@@ -110,32 +135,50 @@ class Updater:
         return logp_T.float().tolist()
 
     def optimizer_step(
-        self,
-        batch: StepBatch,
-        targets: Targets,
-        rollouts: np.ndarray,
-        seen_N: Tensor,
-        *,
-        lr: float,
-        is_first: bool,
-        given: Mapping[str, StepBatch] | None = None,
+        self, minibatch: Minibatch | None, given: Mapping[str, StepBatch], *, lr: float
     ) -> dict[str, float]:
-        """Make one step on these rollouts (indices), unless the guard objects; a collective.
+        """Make one step on these rows, unless the guard objects; a collective.
 
         Args:
-            targets: of these rollouts.
-            seen_N: (N,) logprobs so far; the NaN of tokens in this step are replaced by their logprobs.
-            is_first: True if the old logprobs are still those of θ.
-            given: rows of components by name, for a replay; None: the next ones.
+            minibatch: rollouts; None: the rows of other components alone.
+            given: rows of other components by name.
 
         Raises `TrainingError` on all ranks after too many skipped steps in a row.
         """
-        rows = np.flatnonzero(np.isin(batch.layout.rollout_index, rollouts)).tolist()
         critic_only = self._config.trains_critic_alone(self.num_updates)
         if self._config.ends_warmup(self.num_updates):
             self.guard.forget_norms()  # norms of the critic alone say nothing about those of both
-        components = () if critic_only else self.given  # they train the policy
-        drawn = {one.name: one.draw() for one in components} if given is None else given
+        routers = self._routers if minibatch is None else None
+        token_sets = [] if minibatch is None else [self._on_rollouts(minibatch)]
+        token_sets += [
+            one.token_set(given[one.name], update=self.num_updates, routers=routers)
+            for one in self.given
+            if one.name in given
+        ]
+        stepped = self._stepper.make(token_sets, lr=lr, critic_only=critic_only)
+
+        def dump(judged: Attempt) -> None:
+            if minibatch is None:
+                self.dump(judged, None, None, given)
+                return
+            attempt = replace(judged, rollouts=tuple(minibatch.rollouts.tolist()), is_first=minibatch.is_first)
+            self.dump(attempt, minibatch.batch, minibatch.targets, given)
+
+        metrics = self._finished(stepped, lr, dump)
+        if metrics.get("loss/policy_tokens") and not (critic_only or stepped.judgment.is_skipped):
+            self.entropy = self.entropy.after(metrics["policy/entropy"], self._config.algorithm)
+        return metrics
+
+    def _draw(self, stage: Callable[[str], AbstractContextManager[None]]) -> dict[str, StepBatch]:
+        """Return the next rows of other components; none while the critic trains alone, because they train the
+        policy."""
+        if self._config.trains_critic_alone(self.num_updates):
+            return {}
+        return {one.name: one.draw(stage) for one in self.given}
+
+    def _on_rollouts(self, minibatch: Minibatch) -> TokenSet:
+        batch, targets = minibatch.batch, minibatch.targets
+        rows = np.flatnonzero(np.isin(batch.layout.rollout_index, minibatch.rollouts)).tolist()
         step = RolloutStep(
             config=self._config,
             loss=self.loss,
@@ -144,46 +187,20 @@ class Updater:
             batch=batch,
             targets=targets,
             tokens_S=rollout_count(batch.rollout_N[targets.keep_N], batch.num_rollouts),
-            rollouts=rollouts,
+            rollouts=minibatch.rollouts,
             rows=rows,
-            is_first=is_first,
+            is_first=minibatch.is_first,
             update=self.num_updates,
             entropy_coef=self.entropy.weight(self._config.algorithm),
         )
-        on_rollouts = TokenSet(
+        return TokenSet(
             batch=batch,
             rows=rows,
             terms=rollout_terms(step),
             temperature=self._config.rollout.temperature,
             keep_N=targets.keep_N,
-            seen_N=seen_N,
+            seen_N=minibatch.seen_N,
         )
-        others = [one.token_set(drawn[one.name], update=self.num_updates, routers=None) for one in components]
-        stepped = self._stepper.make([on_rollouts, *others], lr=lr, critic_only=critic_only)
-
-        def dump(judged: Attempt) -> None:
-            attempt = replace(judged, rollouts=tuple(rollouts.tolist()), is_first=is_first)
-            self.dump(attempt, batch, targets, drawn)
-
-        metrics = self._finished(stepped, lr, dump)
-        if metrics["loss/policy_tokens"] and not (critic_only or stepped.judgment.is_skipped):
-            self.entropy = self.entropy.after(metrics["policy/entropy"], self._config.algorithm)
-        return metrics
-
-    def given_step(self, given: Mapping[str, StepBatch] | None = None, *, lr: float | None = None) -> dict[str, float]:
-        """Make one step on the rows of components alone, unless the guard objects; a collective.
-
-        given: rows by name, for a replay; None: the next ones. lr: None for that of the schedule. Raises as
-        `optimizer_step`.
-        """
-        rate = self._learning_rate() if lr is None else lr
-        drawn = {one.name: one.draw() for one in self.given} if given is None else given
-        token_sets = [
-            one.token_set(drawn[one.name], update=self.num_updates, routers=self._routers) for one in self.given
-        ]
-        stepped = self._stepper.make(token_sets, lr=rate)
-        metrics = self._finished(stepped, rate, lambda attempt: self.dump(attempt, None, None, drawn))
-        return metrics | self._health()
 
     def _health(self) -> dict[str, float]:
         of_data = {name: value for one in self.given for name, value in one.metrics().items()}
@@ -211,12 +228,15 @@ class Updater:
     def _learning_rate(self) -> float:
         return learning_rate(self.num_updates, self._config.optimizer, total_updates=self._config.updates)
 
-    def _minibatches(self, num_rollouts: int) -> Iterator[np.ndarray]:
-        """Yield the rollout indices of each optimizer step: a permutation per epoch, cut into equal parts."""
-        algorithm = self._config.algorithm
+    def _minibatches(self, batch: StepBatch, targets: Targets, seen_N: Tensor) -> Iterator[Minibatch]:
+        """Yield the rollouts of each optimizer step: a permutation per epoch, cut into equal parts."""
+        algorithm, is_first = self._config.algorithm, True
         for epoch in range(algorithm.epochs):
-            if algorithm.minibatches == 1:
-                yield np.arange(num_rollouts)
-                continue
-            order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
-            yield from np.array_split(order, algorithm.minibatches)
+            order = np.arange(batch.num_rollouts)
+            if algorithm.minibatches > 1:
+                order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(order)
+            for rollouts in np.array_split(order, algorithm.minibatches):
+                if len(rollouts):
+                    own = targets.for_rollouts(torch.from_numpy(rollouts), algorithm)
+                    yield Minibatch(batch=batch, targets=own, rollouts=rollouts, seen_N=seen_N, is_first=is_first)
+                    is_first = False

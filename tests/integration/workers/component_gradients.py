@@ -87,14 +87,11 @@ def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     data = [fixed_demonstrations()] if distributed.is_main else None
     given = Demonstrations(config, distributed, data, teacher=teacher)  # type: ignore[arg-type]
     updater = Updater(module, distributed, config, given=[given])
-    if "alone" in flags:
-        metrics = updater.given_step()
-    else:
-        batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
-        old = Recomputed(updater.scorer.score(batch))
-        correction = StepCorrection.of(batch, old, CorrectionConfig(mode="token_truncate"))
-        targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config)
-        metrics = dict(updater.update(batch, targets).metrics)
+    batch = StepBatch.of([] if "alone" in flags else fixed_rollouts(), mask_truncated=False)
+    old = Recomputed(updater.scorer.score(batch))
+    correction = StepCorrection.of(batch, old, CorrectionConfig(mode="token_truncate"))
+    targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config)
+    metrics = dict(updater.update(batch, targets).metrics)
     result = dict(distributed.gradients)
     result |= {f"metrics/{name}": np.array(value) for name, value in metrics.items() if name.startswith("loss/")}
     result["microbatches"] = np.array(metrics["perf/microbatches"])

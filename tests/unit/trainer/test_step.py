@@ -82,7 +82,7 @@ class World:
         self.note("score again")
         return torch.full((batch.layout.num_tokens,), self.weight - 1.25)
 
-    def update(self, batch: StepBatch, targets: Targets) -> Updated:
+    def update(self, batch: StepBatch, targets: Targets, stage: object) -> Updated:
         self.note("update")
         self.targets = targets
         seen_N = torch.full((batch.layout.num_tokens,), self.weight - 1)

@@ -18,6 +18,7 @@ the mask of the token set keeps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -213,8 +214,8 @@ class GivenRows(Protocol):
         """Return metrics of the data; nothing on ranks other than 0."""
         ...
 
-    def draw(self) -> StepBatch:
-        """Return the rows of the next optimizer step, the same on every rank; a collective."""
+    def draw(self, stage: Callable[[str], AbstractContextManager[None]]) -> StepBatch:
+        """Return the rows of the next optimizer step, the same on every rank; a collective. stage: times its parts."""
         ...
 
     def token_set(self, batch: StepBatch, *, update: int, routers: Routers | None) -> TokenSet:

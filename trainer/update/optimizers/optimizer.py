@@ -26,7 +26,6 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.groups.optimizer_settings import OPTIMIZERS, OptimizerConfig
 from lockstep.trainer.config.launcher import MUON_UNDER_ZERO, NO_BITSANDBYTES
 from lockstep.trainer.distributed.distributed import IS_CRITIC, IS_HELD, LR_SCALE
-from lockstep.trainer.update.optimizers.tf_adam import TFAdamW
 
 CRITIC_PREFIX = "critic."
 """Prefix of a critic's parameters in `lockstep.trainer.model.critic.ActorCritic`."""
@@ -56,6 +55,8 @@ def _build(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool) -> t
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
     if config.name == "adamw_tf":
+        from lockstep.trainer.update.optimizers.tf_adam import TFAdamW  # other runs do not load it
+
         return TFAdamW(groups, **adam, fused=True)
     if config.name == "adamw_8bit":
         return _adamw_8bit(groups, adam)

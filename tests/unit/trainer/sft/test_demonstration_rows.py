@@ -131,7 +131,8 @@ def test_the_gradient_is_that_of_both_means_over_the_tokens_of_the_demonstration
     settings.demonstrations.teacher_divergence, settings.token_budget = kind, 64
     batch = demonstrations.draw()
     assert batch.teacher is not None
-    metrics = Updater(policy, rank, settings, given=[demonstrations]).given_step({"demonstrations": batch}, lr=0.0)
+    updater = Updater(policy, rank, settings, given=[demonstrations])
+    metrics = updater.optimizer_step(None, {"demonstrations": batch}, lr=0.0)
     found = rank.gradient.clone()
     policy.zero_grad()
     logp_NV = torch.cat(

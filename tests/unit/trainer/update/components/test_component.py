@@ -48,7 +48,7 @@ class Given:
     def metrics(self) -> dict[str, float]:
         return {"data/given": float(self.cursor)}
 
-    def draw(self) -> StepBatch:
+    def draw(self, stage: object = None) -> StepBatch:
         self.cursor += len(self.batch.rows)
         return self.batch
 

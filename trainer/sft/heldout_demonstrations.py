@@ -1,0 +1,39 @@
+"""Evaluation on held-out demonstrations, of runs without rollouts (`algorithm=sft`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from lockstep.rollout.chat.chat import Chat
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.evaluate.evaluation import Evaluation
+from lockstep.trainer.score.scorer import Scorer
+from lockstep.trainer.sft.demonstration_rows import batch_of, shared, tokenized
+
+
+class HeldoutDemonstrations:
+    """Cross-entropy of the trained model on held-out demonstrations."""
+
+    def __init__(self, config: Config, distributed: Distributed, chat: Chat, *, say: Callable[[str], None]) -> None:
+        """Load and tokenize the held-out sets; a collective."""
+        sets = config.heldout_sets()
+        loaded = tokenized(sets, config, distributed, chat, say=say)
+        self._batches: dict[str, StepBatch] = {
+            name: shared(batch_of([] if loaded is None else loaded[number][: config.eval.prompts]), distributed)
+            for number, name in enumerate(sets)
+        }
+
+    def evaluate(self, scorer: Scorer) -> Evaluation:
+        """Return the mean over trained tokens, and its exponential, of each set; a collective.
+
+        scorer: of the trained module, at temperature 1.
+        """
+        losses: dict[str, float] = {}
+        for name, batch in self._batches.items():
+            mean = -float(scorer.score(batch).double().mean())
+            prefix = f"eval/{name}/" if name else "eval/"
+            losses |= {f"{prefix}cross_entropy": mean, f"{prefix}perplexity": math.exp(min(mean, 700.0))}
+        return Evaluation(losses=losses)
