@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.rewards.composition import RewardSet
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import SyncedEngine
+from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
 from lockstep.rollout.weights.sync import WeightSync
@@ -167,7 +168,7 @@ def _load_trained(
             f"{names} of the model's config: what it computes beyond is not checked"
         )
     passed = ["the head", "rows of a pack apart from each other"]
-    updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.has_critic)
+    updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.plan.has_critic)
     if not marked_layers(policy):
         console.warn(
             f"transformers marks no layers of {type(policy.causal_lm).__name__}: none is compared with its computation "
@@ -189,7 +190,7 @@ def _with_rollouts(
     console: RunConsole,
     libraries: ThirdPartyLog,
 ) -> Parts:
-    refuse_dense(config)
+    refuse_dense(config.model, config.correction.routing_replay)
     distributed.together(lambda: refuse_unfit_teacher(config))
     # All data before the engine: a row that cannot be used ends the run in seconds.
     chat = make_chat(config)
@@ -215,7 +216,8 @@ def _with_rollouts(
         )
     )
     if evaluator is not None and distributed.is_main:
-        for sentence in overlap_warnings(config, prompts.sets, evaluator.data):
+        reader = PromptReader(column=config.environment.settings.get("prompt_column"))
+        for sentence in overlap_warnings(prompts.sets, evaluator.data, reader, evaluated=config.eval.prompts):
             console.warn(sentence)
     make_source: Callable[..., RolloutSource] = Producer if config.rollout.max_staleness else Collector
     rollouts = make_source(
@@ -255,7 +257,7 @@ def _with_rollouts(
         updater=updater,
         rollouts=rollouts,
         reference=make_reference(config, distributed, trained.module),
-        teacher=teacher if config.teaches_rollouts else None,
+        teacher=teacher if config.plan.teaches_rollouts else None,
         averaged=averaged,
         sync=sync,
         recovery=recovery,
@@ -386,9 +388,9 @@ def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed
 
 def show_scale(shape: ModelShape, config: Config, console: RunConsole) -> None:
     """Print the disk space that a large model needs, and settings that are unusual for one."""
-    for sentence in disk_notes(config, shape):
+    for sentence in disk_notes(shape, config.checkpoint, optimizer=config.optimizer.name, updates=config.updates):
         console.say(sentence)
-    for sentence in size_warnings(config, shape):
+    for sentence in size_warnings(shape, config.optimizer, has_adapters=config.model.lora.rank > 0):
         console.warn(sentence)
 
 
