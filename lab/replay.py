@@ -255,16 +255,16 @@ class _Replay:
             alone = Trainer(config, distributed=distributed, updater=self._updater, rollouts=None)
             alone.num_steps = step.num_steps
             return self._compare(logged, alone.step().metrics)
-        if config.needs_greedy:
+        if config.plan.needs_greedy:
             raise ConfigError(
                 f"algorithm.advantage={config.algorithm.advantage} needs greedy answers, which are not saved; replay "
                 "with --sample, or add algorithm.advantage=rloo to see this batch under another estimator"
             )
-        kept = [group for group in step.groups if is_kept(group, config)]
-        dropped = [group for group in step.groups if not is_kept(group, config)]
-        collected = Collected.of(kept, dropped, (), config)
+        kept = [group for group in step.groups if is_kept(group, config.algorithm)]
+        dropped = [group for group in step.groups if not is_kept(group, config.algorithm)]
+        collected = Collected.of(kept, dropped, (), config.algorithm)
         teacher = None
-        if config.teaches_rollouts:
+        if config.plan.teaches_rollouts:
             saved = SavedScores.open(step.teacher_path)
             teacher = _SavedTeacher(saved)
             self.say(f"teacher        {redact_text(saved.teacher)}, weights of version {saved.version}")
@@ -293,7 +293,7 @@ class _Replay:
         if not config.demonstration_sets():
             return None
         if config.demonstrations.teacher_divergence != "off":
-            without = "" if config.teaches_rollouts else " teacher.path=null"
+            without = "" if config.plan.teaches_rollouts else " teacher.path=null"
             raise ConfigError(
                 "the teacher's scores of demonstrations (demonstrations.teacher_divergence) are not saved with a step; "
                 f"replay a dumped batch of this run, or add demonstrations.teacher_divergence=off{without} to see the "

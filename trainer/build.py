@@ -115,7 +115,7 @@ def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling
         min_p=settings.min_p,
         stop_token_ids=() if settings.ignore_eos else tuple(chat.stop_token_ids),
         ignore_eos=settings.ignore_eos,
-        with_routes=config.replays_engine,
+        with_routes=config.plan.replays_engine,
     )
 
 
@@ -137,7 +137,7 @@ def make_rewards(config: Config) -> RewardSet:
         ),
         Shaping(
             turn_rewards=algorithm.turn_rewards,
-            turn_states=config.needs_states,
+            turn_states=config.plan.needs_states,
             horizon=config.horizon,
             overlong_buffer=algorithm.overlong_buffer,
             overlong_penalty=algorithm.overlong_penalty,

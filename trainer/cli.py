@@ -105,7 +105,7 @@ def launch(
             if saved is not None:
                 check_resumed(saved, config, words)
             if isinstance(config, Config):
-                notices.append(drop_prepared_heldout(config, words))
+                notices.append(drop_prepared_heldout(config.data, words))
                 refuse_demo_parts(config, words)
             check(config)
             configs.append(config)

@@ -19,7 +19,8 @@ from lockstep.rollout.environments.mixed import parts_of
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import LATEST, behind_link
-from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.prepared import DEMO, DEMO_REWARD, data_folder
 from lockstep.trainer.config.redaction import redact_text
@@ -132,17 +133,17 @@ def sets(words: Sequence[str], *keys: str) -> bool:
     return any(name == key or ("." in key and name.startswith(f"{key}.")) for name in typed for key in keys)
 
 
-def drop_prepared_heldout(config: Config, words: Sequence[str]) -> str:
+def drop_prepared_heldout(data: DataConfig, words: Sequence[str]) -> str:
     """Set data.heldout_path to null if it is prepared data, and neither training data nor the command line asks for it.
 
     A group as data=calculator or experiment=real names both, and `data.path=...` replaces only one. Returns a sentence
     that says so; empty if nothing changed.
     """
-    folder = data_folder(config.data.heldout_path or "")
-    paths = [data_set.path for data_set in config.data.training_sets().values()]
+    folder = data_folder(data.heldout_path or "")
+    paths = [data_set.path for data_set in data.training_sets().values()]
     if folder is None or sets(words, "data.heldout_path") or folder in map(data_folder, paths):
         return ""
-    dropped, config.data.heldout_path = config.data.heldout_path, None
+    dropped, data.heldout_path = data.heldout_path, None
     return (
         f"{dropped} is not held-out data of {', '.join(paths)}, so it is left out, as with data.heldout_path=null; set "
         "data.heldout_path=<file or hub id> to evaluate"
@@ -185,7 +186,7 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
     parts = {"model": config.model.path, "data": ", ".join(data)}
     if config.has_rollouts:
         weights = config.reward.weight_by_name.items()
-        parts["environment"] = _environment(config)
+        parts["environment"] = _environment(config.environment, config.max_turns)
         parts["reward"] = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights)
     typed = [part for part in parts if sets(words, *TASK[part])]
     kept = [part for part in parts if part not in typed]
@@ -202,11 +203,10 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
     return redact_text("\n".join(f"{part:<14} {text}" for part, text in parts.items()))
 
 
-def _environment(config: Config) -> str:
-    name, turns = config.environment.name, config.max_turns
-    environment = make_environment(name, **config.environment.settings)
+def _environment(settings: EnvironmentConfig, turns: int) -> str:
+    environment = make_environment(settings.name, **settings.settings)
     tools = [tool["function"]["name"] for tool in environment.tools] if isinstance(environment, ToolEnvironment) else []
     named = f" with the tool{'s' * (len(tools) > 1)} {', '.join(tools)}" if tools else ""
     is_deterministic = all(declaration_of(part).is_deterministic for part in parts_of(environment))
     differs = "" if is_deterministic else ", whose answers may differ from run to run"
-    return f"{name}{named}, at most {turns} turn{'s' * (turns > 1)}{differs}"
+    return f"{settings.name}{named}, at most {turns} turn{'s' * (turns > 1)}{differs}"

@@ -26,9 +26,10 @@ from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.collect.source import RolloutSource
+from lockstep.trainer.config.plan import OldLogprobs
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.correction import StepCorrection
-from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed, form_of
+from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed
 from lockstep.trainer.credit.targets import Logprobs, Targets, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
@@ -80,7 +81,7 @@ class Trainer:
         self._averaged = averaged
         self._sync = sync
         self._recovery = recovery
-        self._old_policy = form_of(config)
+        self._plan = config.plan
         self._empty_steps = 0
         self.noise_floor: Mapping[str, float] = {}
         """Metrics of the last measured noise floor, and what quantized rollouts cost; empty before the first."""
@@ -179,9 +180,9 @@ class Trainer:
                 mask_truncated=self._config.rollout.mask_truncated,
                 greedy_rewards=collected.greedy_rewards,
                 reward_weights=self._config.reward.weight_by_name,
-                with_turn_rewards=self._config.algorithm.turn_rewards,
-                with_states=self._config.needs_states,
-                with_routes=self._config.replays_engine,
+                with_turn_rewards=self._plan.turn_rewards,
+                with_states=self._plan.needs_states,
+                with_routes=self._plan.replays_engine,
             )
         )
         if self._teacher is not None:
@@ -215,16 +216,15 @@ class Trainer:
 
         Returns the batch, too: with `correction.routing_replay=old` its rows have the experts of the policy's pass.
         """
-        scorer, form = self._updater.scorer, self._old_policy
+        scorer, plan = self._updater.scorer, self._plan
         trained_N = values_N = repacked_N = None
-        if self._config.has_critic or form is Recomputed:
-            is_replayed = self._config.correction.routing_replay == "old"
-            trained_N, values_N, batch = scorer.score_with(batch, values=self._config.has_critic, routes=is_replayed)
+        if plan.scores_policy:
+            trained_N, values_N, batch = scorer.score_with(batch, values=plan.has_critic, routes=plan.replays_old)
         every = self._config.correction.noise_floor_every
         if every and batch.num_rollouts and (self.num_steps % every == 0 or not self.noise_floor):
             repacked_N = scorer.score_repacked(batch)
         ref_N = self._reference.score(batch) if self._reference else None
-        if form is FromEngine:
+        if plan.old is OldLogprobs.ENGINE:
             old = FromEngine(batch.sampling_logprobs_N)
         else:
             old = FromUpdate() if trained_N is None else Recomputed(trained_N)
@@ -234,8 +234,8 @@ class Trainer:
         self, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection
     ) -> tuple[Targets, Mapping[str, float]]:
         """Assign advantages to tokens: per rollout, per turn, or with a critic per token."""
-        if not self._config.has_critic:
-            return rollout_targets(batch, logprobs, correction, self._config)
+        if not self._plan.has_critic:
+            return rollout_targets(batch, logprobs, correction, self._config.algorithm)
         from lockstep.trainer.credit.critic_credit import critic_targets  # other runs do not load it
 
         assigned = critic_targets(batch, logprobs, correction, self._config.algorithm, kl_coef=self.kl_coef)

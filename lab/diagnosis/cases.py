@@ -61,9 +61,9 @@ async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Ca
     """Sample all cases with the run's settings, deterministically. Raises `EngineError` and `DataError`."""
     sampling = make_sampling(config, chat, temperature=config.rollout.temperature)
     text, single, multi, trained = await asyncio.gather(
-        _plain_text(config, engine, chat, sampling),
-        _conversations(config, engine, chat, sampling, follow_ups=()),
-        _conversations(config, engine, chat, sampling, follow_ups=FOLLOW_UPS),
+        _plain_text(config.seed, engine, chat, sampling),
+        _conversations(config.seed, engine, chat, sampling, follow_ups=()),
+        _conversations(config.seed, engine, chat, sampling, follow_ups=FOLLOW_UPS),
         _training_path(config, engine, chat, sampling),
     )
     return [
@@ -74,7 +74,7 @@ async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Ca
     ]
 
 
-async def _plain_text(config: Config, engine: Engine, chat: Chat, sampling: Sampling) -> tuple[Rollout, ...]:
+async def _plain_text(seed: int, engine: Engine, chat: Chat, sampling: Sampling) -> tuple[Rollout, ...]:
     """Sample continuations of fixed length, because plain text has no end of turn."""
 
     async def one(number: int) -> Rollout:
@@ -85,7 +85,7 @@ async def _plain_text(config: Config, engine: Engine, chat: Chat, sampling: Samp
             max_tokens=min(sampling.max_tokens, max(1, engine.max_model_len - len(prompt_ids))),
             stop_token_ids=(),
             ignore_eos=True,
-            seed=request_seed(config.seed, number),
+            seed=request_seed(seed, number),
         )
         call = await engine.generate(prompt_ids, request)
         return Rollout(rollout_id=number, group_id=number % len(TEXTS), calls=(call,), example={"prompt": text})
@@ -94,13 +94,13 @@ async def _plain_text(config: Config, engine: Engine, chat: Chat, sampling: Samp
 
 
 async def _conversations(
-    config: Config, engine: Engine, chat: Chat, sampling: Sampling, *, follow_ups: tuple[str, ...]
+    seed: int, engine: Engine, chat: Chat, sampling: Sampling, *, follow_ups: tuple[str, ...]
 ) -> tuple[Rollout, ...]:
     def environment() -> Environment:
         return SimulatedUser(turns=follow_ups) if follow_ups else SingleTurn()
 
     turns = 1 + len(follow_ups)
-    sampler = Sampler(engine=engine, chat=chat, make_environment=environment, max_turns=turns, seed=config.seed)
+    sampler = Sampler(engine=engine, chat=chat, make_environment=environment, max_turns=turns, seed=seed)
     examples = [{"prompt": question} for question in QUESTIONS]
     return tuple(
         await sampler.collect(examples, samples_per_prompt=SAMPLES_PER_PROMPT, sampling=sampling, step=len(follow_ups))

@@ -60,7 +60,7 @@ class Examiner:
         return conclude(reports, self.config, variant)
 
     def _examine(self, case: Case, variant: Cause | None, texts: TokenTexts) -> CaseReport:
-        batch = StepBatch.of(case.trainable, mask_truncated=False, with_routes=self.config.replays_engine)
+        batch = StepBatch.of(case.trainable, mask_truncated=False, with_routes=self.config.plan.replays_engine)
         batch = replace(batch, rows=tuple(damaged_rows(variant, batch.rows, texts.tokenizer)))
         temperature = self.config.rollout.temperature
         scored = ScoredTokens(

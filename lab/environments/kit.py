@@ -20,7 +20,7 @@ from lockstep.lab.environments.reference_answer import find_reference
 from lockstep.lab.environments.reward_probes import examine_probes, play_probes
 from lockstep.lab.environments.subject import Hung, Options, Subject
 from lockstep.lab.environments.tool_checks import examine_tools
-from lockstep.lab.environments.watched_environment import FaultKind
+from lockstep.lab.environments.watched_environment import FaultKind, Watch
 from lockstep.lab.finding import Finding, Verdict, failure
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.records import RolloutStatus
@@ -62,7 +62,8 @@ def findings(
         rows = Prompts(data, seed=config.seed, shuffle=config.data.shuffle).take(min(options.rows, sum(map(len, data))))
         rewards = make_rewards(config)
         rewards.load()
-    subject = Subject.of(config, chat, rows, rewards, options, journal)
+    watch = Watch(journal, options.deadline_s)
+    subject = Subject(config=config, chat=chat, rows=rows, rewards=rewards, options=options, watch=watch)
     try:
         yield from _examine(subject, open_engine)
     except Hung:

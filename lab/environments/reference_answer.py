@@ -16,7 +16,7 @@ from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Message, Rollout
 from lockstep.rollout.system.deadline import call_with_deadline
 from lockstep.rollout.system.user_functions import load_function
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.task_settings import RewardConfig
 from lockstep.trainer.data.prompts import DATASET, Row
 from lockstep.trainer.tools.dry_run import ANSWER_COLUMNS
 
@@ -92,7 +92,7 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def find_column(config: Config, options: Options, row: Row) -> str | None:
+def find_column(reward: RewardConfig, options: Options, row: Row) -> str | None:
     """Return the column of the reference answer: the given one, that of a built-in reward, or one by a usual name.
 
     Raises `DataError` if the given one is missing.
@@ -101,8 +101,8 @@ def find_column(config: Config, options: Options, row: Row) -> str | None:
         if row.get(options.reference) is None:
             raise DataError(f"--reference {options.reference}: the first row has {', '.join(row) or 'no columns'}")
         return options.reference
-    for function in config.reward.functions:
-        settings = config.reward.settings.get(function.rpartition(":")[2]) or {}
+    for function in reward.functions:
+        settings = reward.settings.get(function.rpartition(":")[2]) or {}
         column = settings.get("column")
         if column is None and function in FUNCTIONS:
             parameter = inspect.signature(FUNCTIONS[function]).parameters.get("column")
@@ -118,7 +118,7 @@ async def find_reference(subject: Subject) -> Reference:
     Without a column of a usual name, it is the column whose values earn most as answers, if any earns something.
     """
     options, first = subject.options, subject.rows[0]
-    column = find_column(subject.config, options, first)
+    column = find_column(subject.config.reward, options, first)
     if options.player is not None:
         return Reference(column=column, player=options.player)
     columns = [column] if column is not None else unrelated_columns(subject, None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lockstep.lab.environments.journal import Journal
 from lockstep.lab.environments.scripted_engine import ScriptedEngine
 from lockstep.lab.environments.watched_environment import (
     Fault,
@@ -81,13 +80,6 @@ class Subject:
     errors: dict[str, int] = field(default_factory=dict)
     """Sentences of rewards that failed, counted."""
     num_scored: int = 0
-
-    @classmethod
-    def of(
-        cls, config: Config, chat: Chat, rows: Sequence[Row], rewards: RewardSet, options: Options, journal: Journal
-    ) -> Subject:
-        watch = Watch(journal, options.deadline_s)
-        return cls(config=config, chat=chat, rows=rows, rewards=rewards, options=options, watch=watch)
 
     @property
     def sampling(self) -> Sampling:

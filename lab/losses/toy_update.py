@@ -32,6 +32,7 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.critic import with_critic
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.objective.loss_normalization import NORMALIZERS
+from lockstep.trainer.objective.own.lookup import advantage_named
 from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.update.updater import Updater
 
@@ -114,9 +115,9 @@ def report_of(
     config.model.critic = "shared"
     policy = Policy(tiny_model())
     module = with_critic(policy, config)
-    if config.has_critic:  # a new head is 0 everywhere
+    if config.plan.has_critic:  # a new head is 0 everywhere
         nn.init.normal_(list(module.parameters())[-1], std=0.3, generator=torch.Generator().manual_seed(1))
-    batch, targets, extreme = toy_step(module, config)
+    batch, targets, extreme = toy_step(module, config.algorithm)
     prepared = distributed.prepare(module, torch.optim.SGD(module.parameters()))
     report = RankReport()
     for division in divisions_of(distributed.world_size):
@@ -157,17 +158,17 @@ def tiny_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def toy_step(module: nn.Module, config: Config) -> tuple[StepBatch, Targets, Targets]:
+def toy_step(module: nn.Module, algorithm: AlgorithmConfig) -> tuple[StepBatch, Targets, Targets]:
     """Return the rows of a step and their targets, with usual and with extreme log ratios. module: not yet wrapped."""
-    rollouts = _rollouts()
+    rollouts, advantage = _rollouts(), advantage_named(algorithm.advantage)
     greedy = {rollout.group_id: 0.5 for rollout in rollouts}
-    batch = StepBatch.of(rollouts, mask_truncated=False, greedy_rewards=greedy, with_states=config.needs_states)
-    logp_N, values_N = _scores(module, batch, with_values=config.has_critic)
+    batch = StepBatch.of(rollouts, mask_truncated=False, greedy_rewards=greedy, with_states=advantage.needs_states)
+    logp_N, values_N = _scores(module, batch, with_values=advantage.needs_critic)
     generator = torch.Generator().manual_seed(2)
     noise = torch.randn((3, len(logp_N)), generator=generator)
     old_N, ref_N = logp_N + 0.15 * noise[0], logp_N + 0.2 * noise[1]
     batch = _sampled_with(batch, old_N + 0.15 * noise[2])
-    usual = _targets(batch, old_N, ref_N, values_N, config)
+    usual = _targets(batch, old_N, ref_N, values_N, algorithm)
     extreme_N = old_N.clone()
     extreme_N[: 3 * len(LOG_RATIOS)] = logp_N[: 3 * len(LOG_RATIOS)] - torch.tensor(LOG_RATIOS).repeat(3)
     extreme_N[-3:] = 0.0
@@ -242,14 +243,15 @@ def _sampled_with(batch: StepBatch, logp_N: Tensor) -> StepBatch:
     return replace(batch, rows=tuple(rows))
 
 
-def _targets(batch: StepBatch, old_N: Tensor, ref_N: Tensor, values_N: Tensor | None, config: Config) -> Targets:
+def _targets(
+    batch: StepBatch, old_N: Tensor, ref_N: Tensor, values_N: Tensor | None, algorithm: AlgorithmConfig
+) -> Targets:
     logprobs = Logprobs(old=Recomputed(old_N), ref_N=ref_N, values_N=values_N)
     settings = CorrectionConfig(mode="token_truncate", rejection={"token_k3": 0.05})
     correction = StepCorrection.of(batch, logprobs.old, settings)
-    if config.has_critic:
-        algorithm = config.algorithm
+    if values_N is not None:
         targets = critic_targets(batch, logprobs, correction, algorithm, kl_coef=algorithm.kl_coef).targets
     else:
-        targets, _ = rollout_targets(batch, logprobs, correction, config)
+        targets, _ = rollout_targets(batch, logprobs, correction, algorithm)
     # In the first update of a batch θ is θ_old, but these logprobs are of another policy, as in later updates.
     return replace(targets, old=FromEngine(old_N))

@@ -87,7 +87,7 @@ def _gradient(model: Path, token_budget: int, out: Path | None) -> dict[str, Any
     updater = Updater(module, distributed, config)
     logprobs = Logprobs(old=Recomputed(updater.scorer.score(batch)))
     correction = StepCorrection.of(batch, logprobs.old, CorrectionConfig(mode="token_truncate"))
-    targets, _ = rollout_targets(batch, logprobs, correction, config)
+    targets, _ = rollout_targets(batch, logprobs, correction, config.algorithm)
     metrics = updater.update(batch, targets).metrics
     found = {"gradient": distributed.gradient, "microbatches": metrics["perf/microbatches"]}
     if out is not None:

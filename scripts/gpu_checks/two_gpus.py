@@ -143,7 +143,7 @@ def _rank(model: Path, out: Path) -> None:
     def update() -> None:
         logprobs = Logprobs(old=Recomputed(updater.scorer.score(batch)))
         correction = StepCorrection.of(batch, logprobs.old, CorrectionConfig(mode="token_truncate"))
-        updater.update(batch, rollout_targets(batch, logprobs, correction, config)[0])
+        updater.update(batch, rollout_targets(batch, logprobs, correction, config.algorithm)[0])
 
     update()
     peak = torch.cuda.max_memory_reserved()

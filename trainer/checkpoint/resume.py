@@ -17,6 +17,7 @@ from lockstep.rollout.errors import CheckpointError
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.config.changes import changes, flat
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 
@@ -41,13 +42,13 @@ def belongs_to(path: str | Path, checkpoints: Path) -> bool:
     return Path(path).resolve().parent == checkpoints.resolve()
 
 
-def select(config: Config, distributed: Distributed) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint that `config.resume` selects (None: a new run), and a message on each skipped one.
+def select(resume: str, run: Path, distributed: Distributed) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint that the setting selects (None: a new run), and a message on each skipped one.
 
-    A collective, before anything heavy starts. Raises `CheckpointError` on all ranks if it is not complete.
+    run: directory of the run. A collective, before anything heavy starts. Raises `CheckpointError` on all ranks if it
+    is not complete.
     """
-    checkpoints = Path(config.run_root) / str(config.run_name) / "checkpoints"
-    path, skipped = distributed.together(lambda: checkpoint.find(config.resume, checkpoints))
+    path, skipped = distributed.together(lambda: checkpoint.find(resume, run / "checkpoints"))
     return path, [f"checkpoint skipped: {message}" for message in skipped]
 
 
@@ -60,10 +61,12 @@ def restore(
     `CheckpointError` on all ranks if it cannot be loaded.
     """
     before = checkpoint.saved_settings(path) or {}
-    _refuse_other_optimizer(path, before, config)
+    _refuse_other_optimizer(path, before, config.optimizer.name)
     state = checkpoint.load(path, distributed)
-    kl_coef, warnings = _continued("kl_coef", "kl_target", state.kl_coef, before, config)
-    entropy_coef, changed_entropy = _continued("entropy_coef", "entropy_target", state.entropy_coef, before, config)
+    kl_coef, warnings = _continued("kl_coef", "kl_target", state.kl_coef, before, config.algorithm)
+    entropy_coef, changed_entropy = _continued(
+        "entropy_coef", "entropy_target", state.entropy_coef, before, config.algorithm
+    )
     warnings += changed_entropy
     if checkpoint.is_resharded(path, distributed):
         warnings.append(
@@ -99,25 +102,25 @@ def restore(
     )
 
 
-def _refuse_other_optimizer(path: Path, before: Mapping[str, Any], config: Config) -> None:
+def _refuse_other_optimizer(path: Path, before: Mapping[str, Any], name: str) -> None:
     """Raise `CheckpointError` if the checkpoint has the moments of another optimizer."""
-    saved = flat(before).get("optimizer.name", config.optimizer.name)
-    if saved != config.optimizer.name:
+    saved = flat(before).get("optimizer.name", name)
+    if saved != name:
         raise CheckpointError(
-            f"optimizer.name={config.optimizer.name} cannot load the state of {saved} that {path} holds; set "
+            f"optimizer.name={name} cannot load the state of {saved} that {path} holds; set "
             f"optimizer.name={saved}, or start a new run from the exported model (model.path=)"
         )
 
 
 def _continued(
-    name: str, target: str, saved: float | None, before: Mapping[str, Any], config: Config
+    name: str, target: str, saved: float | None, before: Mapping[str, Any], algorithm: AlgorithmConfig
 ) -> tuple[float, list[str]]:
     """Return the coefficient of a controller, or the setting if the user changed it, and warnings.
 
     name, target: settings of `algorithm`. saved: the coefficient of the checkpoint.
     """
-    now = getattr(config.algorithm, name)
-    if getattr(config.algorithm, target) is None or saved is None:
+    now = getattr(algorithm, name)
+    if getattr(algorithm, target) is None or saved is None:
         return now, []
     started_with = flat(before).get(f"algorithm.{name}", now)
     if started_with == now:

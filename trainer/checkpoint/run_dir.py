@@ -68,7 +68,9 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
         if not distributed.is_main:
             return ""
         root = Path(config.run_root)
-        name = _free_name(root, _label(config, sys.argv)) if config.run_name is None else config.run_name
+        name = (
+            _free_name(root, _label(config.environment.name, sys.argv)) if config.run_name is None else config.run_name
+        )
         run = RunDirectory(root / name)
         if run.path.exists() and config.resume == "never":
             raise ConfigError(
@@ -95,10 +97,9 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
     return RunDirectory(Path(path)), lock
 
 
-def _label(config: Config, words: Sequence[str]) -> str:
+def _label(environment: str, words: Sequence[str]) -> str:
     """Return the name of the experiment on a command line, else of the environment, without its file's directory."""
     experiment = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
-    environment = config.environment.name
     return Path((experiment or [environment.rpartition(":")[0] or environment])[-1]).stem
 
 

@@ -6,6 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from lockstep.rollout.engine.protocol import MAX_SUPPORT
 from lockstep.trainer.checks.names import group_wise_rewards
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
+from lockstep.trainer.config.groups.task_settings import RewardConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.kl_control import MAX_EPISODES_PER_HORIZON
 from lockstep.trainer.objective.own.lookup import advantage_named, policy_loss_named
@@ -13,29 +20,35 @@ from lockstep.trainer.objective.own.lookup import advantage_named, policy_loss_n
 
 def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per conflict."""
-    yield from _batch(config)
-    yield from _advantage(config)
-    yield from _group_rewards(config)
-    yield from _critic(config)
-    yield from _sampling(config)
+    algorithm, rollout = config.algorithm, config.rollout
+    yield from _batch(algorithm, rollout)
+    yield from _advantage(algorithm, rollout, config.reward)
+    if rollout.ignore_eos and config.max_turns != 1:
+        yield (
+            "rollout.ignore_eos=true samples past the end of a turn and needs one turn per episode, found "
+            f"environment.max_turns={config.max_turns}; set environment.max_turns=1"
+        )
+    yield from _group_rewards(algorithm, rollout, config.reward)
+    if config.plan.has_critic:
+        yield from _critic(algorithm, config.correction, config.model, config.optimizer)
+    yield from _sampling(rollout)
     yield from _distillation(config)
-    if config.share_prefixes == "always" and config.attention != "packed_rows":
+    if config.share_prefixes == "always" and config.model.attention != "packed_rows":
         yield (
             f"share_prefixes=always needs rows that attend to tokens of other rows, found model.attn_implementation="
-            f"{config.attention}; set model.attn_implementation=packed_rows, or share_prefixes=auto"
+            f"{config.model.attention}; set model.attn_implementation=packed_rows, or share_prefixes=auto"
         )
 
 
-def algorithm_warnings(config: Config) -> Iterator[str]:
+def algorithm_warnings(algorithm: AlgorithmConfig, correction: CorrectionConfig) -> Iterator[str]:
     """Yield one sentence per combination that runs, but is another algorithm than its names say."""
-    algorithm = config.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     if algorithm.loss == "gspo" and algorithm.normalizer == "token":
         yield (
             "algorithm.loss=gspo with algorithm.normalizer=token weights rollouts by their length; GSPO weights them "
             "equally: set algorithm.normalizer=grpo"
         )
-    if updates == 1 and algorithm.loss == "kl_cov" and config.correction.logp_old != "bypass":
+    if updates == 1 and algorithm.loss == "kl_cov" and correction.logp_old != "bypass":
         yield (
             "algorithm.loss=kl_cov with one update per rollout batch has log r = 0, so its penalty has no gradient: "
             "set algorithm.minibatches=2, or algorithm=clip_cov"
@@ -48,8 +61,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _batch(config: Config) -> Iterator[str]:
-    rollout, algorithm = config.rollout, config.algorithm
+def _batch(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
     compares = algorithm.reward_coef and advantage_named(algorithm.advantage).compares_group
     if rollout.samples_per_prompt == 1 and compares:
         yield (
@@ -78,20 +90,19 @@ def _batch(config: Config) -> Iterator[str]:
         )
 
 
-def _advantage(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
+def _advantage(algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
     if algorithm.turn_rewards and not advantage_named(algorithm.advantage).takes_turns:
         yield (
             f"algorithm.turn_rewards=true needs an advantage per turn, found algorithm.advantage={algorithm.advantage} "
             "for whole rollouts; set algorithm.advantage=grpo or algorithm.turn_rewards=false"
         )
-    of_model = config.reward.settings.get("model")
+    of_model = reward.settings.get("model")
     if isinstance(of_model, Mapping) and of_model.get("by_turn") and not algorithm.turn_rewards:
         yield (
             "reward.settings.model.by_turn=true gives one reward per turn, found algorithm.turn_rewards=false; set "
             "algorithm.turn_rewards=true or reward.settings.model.by_turn=false"
         )
-    if algorithm.length_control != "off" and config.rollout.samples_per_prompt == 1:
+    if algorithm.length_control != "off" and rollout.samples_per_prompt == 1:
         yield (
             f"algorithm.length_control={algorithm.length_control} compares rollouts of a group, found "
             "rollout.samples_per_prompt=1; set rollout.samples_per_prompt=8 or algorithm.length_control=off"
@@ -102,21 +113,16 @@ def _advantage(config: Config) -> Iterator[str]:
             f"{algorithm.overlong_buffer}, algorithm.length_control={algorithm.length_control}); set "
             "algorithm.overlong_buffer=0 algorithm.length_control=off, or algorithm.advantage=grpo"
         )
-    if config.rollout.ignore_eos and config.max_turns != 1:
-        yield (
-            "rollout.ignore_eos=true samples past the end of a turn and needs one turn per episode, found "
-            f"environment.max_turns={config.max_turns}; set environment.max_turns=1"
-        )
 
 
-def _group_rewards(config: Config) -> Iterator[str]:
-    algorithm, functions = config.algorithm, group_wise_rewards(config)
-    if functions and config.rollout.samples_per_prompt == 1:
+def _group_rewards(algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: RewardConfig) -> Iterator[str]:
+    functions = group_wise_rewards(reward.functions)
+    if functions and rollout.samples_per_prompt == 1:
         yield (
             f"reward {functions[0]} compares the rollouts of a group, found rollout.samples_per_prompt=1; set "
             "rollout.samples_per_prompt=8, or another reward, for example reward.functions=[exact_match]"
         )
-    if functions and config.needs_greedy:
+    if functions and advantage_named(algorithm.advantage).needs_greedy:
         yield (
             f"algorithm.advantage={algorithm.advantage} compares rewards with that of a greedy answer, which is in no "
             f"group, and reward {functions[0]} compares the rollouts of a group; set algorithm.advantage=grpo, or "
@@ -124,25 +130,26 @@ def _group_rewards(config: Config) -> Iterator[str]:
         )
 
 
-def _critic(config: Config) -> Iterator[str]:
-    if not config.has_critic:
-        return
-    algorithm, model, critic_lr = config.algorithm, config.model, config.optimizer.critic_lr
+def _critic(
+    algorithm: AlgorithmConfig, correction: CorrectionConfig, model: ModelConfig, optimizer: OptimizerConfig
+) -> Iterator[str]:
+    """Yield settings that do not go with a critic."""
+    critic_lr = optimizer.critic_lr
     if algorithm.turn_discount != 1:
         yield (
             f"algorithm.turn_discount={algorithm.turn_discount} is for advantages without a critic, found "
             f"algorithm.advantage={algorithm.advantage}; set algorithm.turn_discount=1.0 and algorithm.gamma, a "
             "discount per token"
         )
-    if config.correction.kl_penalty:
+    if correction.kl_penalty:
         yield (
-            f"correction.kl_penalty={config.correction.kl_penalty} is for advantages without a critic, found "
+            f"correction.kl_penalty={correction.kl_penalty} is for advantages without a critic, found "
             f"algorithm.advantage={algorithm.advantage}; set correction.kl_penalty=0"
         )
-    if critic_lr is not None and config.optimizer.name in ("adamw_8bit", "muon"):
+    if critic_lr is not None and optimizer.name in ("adamw_8bit", "muon"):
         yield (
             f"optimizer.critic_lr={critic_lr} is for adamw, adamw_tf and sgd, found optimizer.name="
-            f"{config.optimizer.name}; set optimizer.critic_lr=null"
+            f"{optimizer.name}; set optimizer.critic_lr=null"
         )
     declared = advantage_named(algorithm.advantage)
     settings = declared.values(algorithm) if algorithm.advantage == "gae" else {}
@@ -174,8 +181,8 @@ def _distillation(config: Config) -> Iterator[str]:
             )
         return
     if teacher.source != "model":
-        yield from _self_distillation(config)
-    if not config.teaches_rollouts:
+        yield from _self_distillation(teacher, reward_coef=algorithm.reward_coef)
+    if not config.plan.teaches_rollouts:
         if config.demonstrations.teacher_divergence == "off":
             yield (
                 f"teacher.path={teacher.path} with teacher.source={teacher.source} is not used by algorithm="
@@ -194,7 +201,7 @@ def _distillation(config: Config) -> Iterator[str]:
             "teacher over all of it have no common distribution; set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 "
             "rollout.replay_support=false"
         )
-    if config.has_critic:
+    if config.plan.has_critic:
         yield (
             f"algorithm.advantage={algorithm.advantage} trains a critic, which does not learn from a teacher; set "
             "algorithm.advantage=grpo or teacher.path=null teacher.source=model"
@@ -206,14 +213,13 @@ def _distillation(config: Config) -> Iterator[str]:
         )
 
 
-def _self_distillation(config: Config) -> Iterator[str]:
-    teacher = config.teacher
+def _self_distillation(teacher: TeacherConfig, *, reward_coef: float) -> Iterator[str]:
     if teacher.path is not None:
         yield (
             f"teacher.path={teacher.path} does nothing with teacher.source={teacher.source}, whose teacher is the "
             "policy; set teacher.path=null or teacher.source=model"
         )
-    if teacher.source == "average" and teacher.context is None and not config.algorithm.reward_coef:
+    if teacher.source == "average" and teacher.context is None and not reward_coef:
         yield (
             "teacher.source=average with teacher.context=null and algorithm.reward_coef=0 teaches nothing, because the "
             "average begins at the policy and nothing moves either; set teacher.context=<text with {column} of the "
@@ -228,8 +234,7 @@ def _self_distillation(config: Config) -> Iterator[str]:
         )
 
 
-def _sampling(config: Config) -> Iterator[str]:
-    rollout = config.rollout
+def _sampling(rollout: RolloutConfig) -> Iterator[str]:
     truncations = (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0), ("min_p", rollout.min_p, 0.0))
     truncating = [(name, value, full) for name, value, full in truncations if value != full]
     replayable = 1 <= rollout.top_k <= MAX_SUPPORT

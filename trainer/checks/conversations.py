@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from lockstep.rollout.errors import DataError
-from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig
+from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig, DemonstrationsConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.paths import file_exists
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
@@ -15,10 +16,10 @@ from lockstep.trainer.setting import typed
 
 def demonstration_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per conflict between demonstrations, their teacher and the other data."""
-    teacher, kind = config.teacher, config.demonstrations.teacher_divergence
+    teacher, sets, kind = config.teacher, config.demonstration_sets(), config.demonstrations.teacher_divergence
     asked = f"demonstrations.teacher_divergence={kind}"
     if teacher.source == "saved":
-        yield from _saved_teacher_problems(config)
+        yield from _saved_teacher_problems(teacher, config.demonstrations, sets.values())
     elif kind != "off" and (teacher.path is None or teacher.source != "model"):
         yield (
             f"{asked} learns from the model at teacher.path, found teacher.path={typed(teacher.path)} and "
@@ -40,11 +41,13 @@ def demonstration_problems(config: Config) -> Iterator[str]:
                 )
 
 
-def _saved_teacher_problems(config: Config) -> Iterator[str]:
-    kind, path = config.demonstrations.teacher_divergence, config.teacher.path
-    others = [one.path for one in config.demonstration_sets().values() if not one.is_saved]
-    if kind == "off" or others or not config.demonstration_sets():
-        demonstrations = ", ".join(others) if others else typed(config.demonstrations.path)
+def _saved_teacher_problems(
+    teacher: TeacherConfig, settings: DemonstrationsConfig, sets: Collection[DataSetConfig]
+) -> Iterator[str]:
+    kind, path = settings.teacher_divergence, teacher.path
+    others = [one.path for one in sets if not one.is_saved]
+    if kind == "off" or others or not sets:
+        demonstrations = ", ".join(others) if others else typed(settings.path)
         yield (
             "teacher.source=saved takes scores from beside the rollouts of a run, for a divergence; found "
             f"demonstrations.teacher_divergence={kind} and demonstrations of {demonstrations}; set "

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.rollout.environments import declared_parts
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
@@ -13,9 +15,8 @@ from lockstep.trainer.objective.own.lookup import policy_loss_named
 from lockstep.trainer.setting import typed
 
 
-def correction_problems(config: Config) -> Iterator[str]:
+def correction_problems(correction: CorrectionConfig, algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
     """Yield one sentence per conflict."""
-    correction = config.correction
     if not correction.low < correction.high:
         yield (
             f"correction.low={correction.low} and correction.high={correction.high} must satisfy low < high; set "
@@ -29,11 +30,11 @@ def correction_problems(config: Config) -> Iterator[str]:
         )
     has_weights = CORRECTION_MODES[correction.mode].control is not None
     if correction.logp_old == "bypass":
-        yield from _bypass(config, has_weights=has_weights)
-    if has_weights and policy_loss_named(config.algorithm.loss).weighs_by_sampling:
-        yield from _unweighted(config)
+        yield from _bypass(correction, algorithm, has_weights=has_weights)
+    if has_weights and policy_loss_named(algorithm.loss).weighs_by_sampling:
+        yield from _unweighted(correction, algorithm.loss)
     if correction.routing_replay != "off":
-        yield from _replay(config)
+        yield from _replay(correction, algorithm, model)
     for name, threshold in correction.rejection.items():
         if name not in REJECTION_CRITERIA:
             yield (
@@ -50,11 +51,11 @@ def correction_problems(config: Config) -> Iterator[str]:
             yield f"{setting}={threshold} must be greater than 0; set {setting}=0.01"
 
 
-def _unweighted(config: Config) -> Iterator[str]:
+def _unweighted(correction: CorrectionConfig, loss: str) -> Iterator[str]:
     """Yield settings of weights, if the ratio of the loss takes their place."""
-    default, loss = CorrectionConfig(), config.algorithm.loss
+    default = CorrectionConfig()
     for name in ("mode", "high", "low", "batch_normalize"):
-        if (value := getattr(config.correction, name)) != getattr(default, name):
+        if (value := getattr(correction, name)) != getattr(default, name):
             yield (
                 f"correction.{name}={typed(value)} has no effect with algorithm.loss={loss}, whose ratio is to the "
                 f"engine's policy and carries the mismatch; set correction.{name}={typed(getattr(default, name))}, or "
@@ -62,33 +63,32 @@ def _unweighted(config: Config) -> Iterator[str]:
             )
 
 
-def _replay(config: Config) -> Iterator[str]:
+def _replay(correction: CorrectionConfig, algorithm: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
     """Yield settings with which routes cannot be replayed, or not to any effect."""
-    replay = f"correction.routing_replay={config.correction.routing_replay}"
-    if config.attention != "packed_rows":
+    replay = f"correction.routing_replay={correction.routing_replay}"
+    if model.attention != "packed_rows":
         yield (
             f"{replay} needs the attention packed_rows, which hands each layer its pack, found "
-            f"model.attn_implementation={config.attention}; set model.attn_implementation=auto"
+            f"model.attn_implementation={model.attention}; set model.attn_implementation=auto"
         )
-    if config.model.compile:
+    if model.compile:
         yield f"{replay} changes routers in a way that torch.compile does not see; set model.compile=false"
-    if config.correction.routing_replay == "engine":
+    if correction.routing_replay == "engine":
         return
-    if config.correction.logp_old == "bypass":
+    if correction.logp_old == "bypass":
         yield (
             f"{replay} replays the pass for the old logprobs, which correction.logp_old=bypass leaves out; set "
             "correction.logp_old=recompute, or correction.routing_replay=engine"
         )
-    elif config.algorithm.epochs * config.algorithm.minibatches == 1:
+    elif algorithm.epochs * algorithm.minibatches == 1:
         yield (
             f"{replay} has no effect with one update per rollout batch, whose own pass computes the old logprobs; set "
             "algorithm.minibatches=2, or correction.routing_replay=engine"
         )
 
 
-def _bypass(config: Config, *, has_weights: bool) -> Iterator[str]:
+def _bypass(correction: CorrectionConfig, algorithm: AlgorithmConfig, *, has_weights: bool) -> Iterator[str]:
     """Yield settings that need the trainer's logprobs before the update."""
-    correction, algorithm = config.correction, config.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     if updates > 1:
         yield (

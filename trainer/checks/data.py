@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.rewards.functions.reasoning_gym import COLUMN, PREFIX
@@ -12,6 +12,9 @@ from lockstep.rollout.environments import declaration, declared_parts, environme
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
+from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig
+from lockstep.trainer.config.groups.evaluation_settings import LmEvalConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.paths import file_exists, path_exists
 from lockstep.trainer.config.prepared import data_command
@@ -27,11 +30,12 @@ NAME = re.compile(r"[\w-]+")
 LM_EVAL = "lm-eval>=0.4.13,<0.5"
 
 
-def data_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per problem of the names, entries and columns of data sets."""
-    data, environment = config.data, config.environment
+def data_problems(
+    data: DataConfig, evaluated: Mapping[str, DataSetConfig], environment: EnvironmentConfig
+) -> Iterator[str]:
+    """Yield one sentence per problem of the names, entries and columns of data sets. evaluated: `eval.sets`."""
     declared = declaration(environment.name)
-    for setting, sets in (("data.sources", data.sources), ("eval.sets", config.eval.sets)):
+    for setting, sets in (("data.sources", data.sources), ("eval.sets", evaluated)):
         for name, data_set in sets.items():
             if not NAME.fullmatch(name):
                 yield f"{setting}: the name {name!r} must consist of letters, digits, _ and -"
@@ -67,12 +71,8 @@ def data_problems(config: Config) -> Iterator[str]:
         )
 
 
-def made_data_problems(config: Config, *, trains: bool) -> Iterator[str]:
-    """Yield one sentence per problem of seeds, of a task of reasoning-gym, its parameters, and the reward for it.
-
-    trains: True to check training data.
-    """
-    sets = [*(config.data.training_sets().values() if trains else ()), *config.heldout_sets().values()]
+def made_data_problems(sets: Sequence[DataSetConfig], data: DataConfig, rewards: Sequence[str]) -> Iterator[str]:
+    """Yield one sentence per problem of seeds, of a task of reasoning-gym, its parameters, and the reward for it."""
     made = {(data_set.path, str(data_set.parameters)): data_set for data_set in sets if is_made(data_set.path)}
     tasks = [data_set for data_set in made.values() if data_set.path.startswith(PREFIX)]
     for data_set in made.values():
@@ -83,16 +83,12 @@ def made_data_problems(config: Config, *, trains: bool) -> Iterator[str]:
                 seeds(data_set.path, data_set.split or "train")
         except ConfigError as error:
             yield str(error)
-    if config.data.parameters and not tasks:
+    if data.parameters and not tasks:
         yield (
-            f"data.parameters={config.data.parameters} is for tasks of reasoning-gym, found data.path="
-            f"{config.data.path}; set data.path=reasoning_gym:<task>, or leave data.parameters out"
+            f"data.parameters={data.parameters} is for tasks of reasoning-gym, found data.path="
+            f"{data.path}; set data.path=reasoning_gym:<task>, or leave data.parameters out"
         )
-    if (
-        COLUMN in config.reward.functions
-        and sets
-        and not any(data_set in tasks or is_file(data_set.path) for data_set in sets)
-    ):
+    if COLUMN in rewards and sets and not any(data_set in tasks or is_file(data_set.path) for data_set in sets):
         yield (
             f"the reward {COLUMN} scores rows of data.path=reasoning_gym:<task>, found {sets[0].path}; set data.path, "
             "or another reward, for example reward.functions=[exact_match]"
@@ -116,7 +112,7 @@ def evaluation_problems(config: Config, *, trains: bool = True) -> Iterator[str]
             "set eval.temperature=1.0, or eval.samples_per_prompt=1"
         )
     is_sampled = bool(config.heldout_sets()) and (config.evaluates or not trains)
-    if is_sampled and settings.samples_per_prompt == 1 and scores_groups_alone(config):
+    if is_sampled and settings.samples_per_prompt == 1 and scores_groups_alone(config.reward.functions):
         first = config.reward.functions[0]
         yield (
             f"the reward {first} compares the rollouts of a prompt, and evaluations sample one (eval."
@@ -130,7 +126,7 @@ def evaluation_problems(config: Config, *, trains: bool = True) -> Iterator[str]
             f"eval.pass_reward={settings.pass_reward} is not among reward.functions ({', '.join(names)})"
             f"{closest(settings.pass_reward, names)}; set eval.pass_reward=null for the weighted sum"
         )
-    yield from _lm_eval_problems(config)
+    yield from _lm_eval_problems(settings.lm_eval)
     other = settings.compare_to
     if other is None:
         return
@@ -140,9 +136,8 @@ def evaluation_problems(config: Config, *, trains: bool = True) -> Iterator[str]
         yield f"eval.compare_to={other} has no config.json; expected a model, or the JSON file of an evaluation"
 
 
-def _lm_eval_problems(config: Config) -> Iterator[str]:
+def _lm_eval_problems(settings: LmEvalConfig) -> Iterator[str]:
     """Yield one sentence per problem of `eval.lm_eval`; task names are checked when lm-eval loads them."""
-    settings = config.eval.lm_eval
     if settings.include_path is not None and not path_exists(settings.include_path):
         yield (
             f"eval.lm_eval.include_path={settings.include_path} does not exist (looked in {Path.cwd()}); set it to the "
@@ -173,7 +168,11 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
     if config.data.heldout_path is not None and (trains or not config.eval.lm_eval.tasks):
         paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
-        if path == OF_ENVIRONMENT and not path_exists(path) and rows_of_environment(config, path) is None:
+        if (
+            path == OF_ENVIRONMENT
+            and not path_exists(path)
+            and rows_of_environment(config.environment.name, path) is None
+        ):
             yield (
                 f"{name}={path}: environment {config.environment.name} brings no held-out data; set {name}=<file or "
                 "hub id>, or data.heldout_path=null for none"
@@ -185,18 +184,16 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
             yield f"{name}={path} {problem}; {make}set {name}=<file or hub id>{also}"
 
 
-def first_row_problems(config: Config, *, trains: bool) -> Iterator[str]:
-    """Yield one sentence per problem of the first row of a data set. trains: True to check training data."""
-    check = RowCheck(config)
-    trained = config.data.training_sets().values() if trains else ()
+def first_row_problems(sets: Sequence[DataSetConfig], check: RowCheck, *, heldout_path: str | None) -> Iterator[str]:
+    """Yield one sentence per problem of the first row of a data set."""
     seen: set[tuple[str, str]] = set()
-    for data_set in (*trained, *config.heldout_sets().values()):
+    for data_set in sets:
         place = (data_set.path, str(data_set.columns))
         if not is_file(data_set.path) or not file_exists(data_set.path) or place in seen:
             continue  # `data_file_problems` reports a missing file
         seen.add(place)
         # An experiment or a preset may have brought it.
-        is_heldout = data_set.path == config.data.heldout_path
+        is_heldout = data_set.path == heldout_path
         also = "; or set data.heldout_path=null for no held-out data" if is_heldout else ""
         try:
             row = prepared(read_first_row(data_set.path), data_set)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.own.lookup import advantage_named, policy_loss_named
@@ -44,9 +45,8 @@ def choices_hold(settings: Any) -> bool:
     return all(value is None or not declared.choices or declared.problem(value) is None for declared, value in found)
 
 
-def null_problems(config: Config) -> Iterator[str]:
+def null_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield one sentence per null setting that the chosen loss or advantage needs."""
-    algorithm = config.algorithm
     chosen = {"loss": policy_loss_named(algorithm.loss), "advantage": advantage_named(algorithm.advantage)}
     for kind, declared in chosen.items():
         for name, value in declared.values(algorithm).items():

@@ -26,8 +26,12 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, when rollout.engine="
             "colocated sleeps; set rollout.sleep_level=0, or rollout.max_staleness=0"
         )
-    if settings.quantization is not None:
-        yield from _quantization_problems(config)
+    mode = config.correction.mode
+    if settings.quantization is not None and not CORRECTION_MODES[mode].corrects_tokens:
+        yield (
+            f"rollout.quantization={settings.quantization} samples from another distribution than the trainer's, "
+            f"which correction.mode={mode} does not correct per token; set correction=token_truncate"
+        )
     yield from url_problems("rollout.urls", settings.urls)
     if config.sync.address is not None:
         yield from _address_problems(config.sync.address, settings.urls)
@@ -46,16 +50,6 @@ def url_problems(name: str, urls: Sequence[str]) -> Iterator[str]:
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if twice:
         yield f"{name} names {', '.join(twice)} twice, expected every server once; set {name} without it"
-
-
-def _quantization_problems(config: Config) -> Iterator[str]:
-    """Yield what leaves the difference between a quantized engine and the trainer without a correction per token."""
-    correction = config.correction
-    if not CORRECTION_MODES[correction.mode].corrects_tokens:
-        yield (
-            f"rollout.quantization={config.rollout.quantization} samples from another distribution than the trainer's, "
-            f"which correction.mode={correction.mode} does not correct per token; set correction=token_truncate"
-        )
 
 
 def _url_problem(url: str) -> str | None:

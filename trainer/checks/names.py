@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,13 @@ from lockstep.rollout.episode.environment import ChecksSystem, Environment, Runs
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.user_functions import fault, file_sha256, written_names
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.paths import file_exists, path_exists
 from lockstep.trainer.config.prepared import model_command
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import runs_unisolated
 from lockstep.trainer.objective.declare import Declared
 from lockstep.trainer.objective.own.lookup import advantage_named, policy_loss_named
@@ -38,40 +41,43 @@ from lockstep.trainer.setting import names_function, typed
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def model_problems(config: Config) -> Iterator[str]:
+def model_problems(model: ModelConfig, teacher: TeacherConfig) -> Iterator[str]:
     """Yield one sentence per missing model directory; hub ids are checked when they are loaded."""
     for name in ("reference_path", "critic_path"):
-        path = getattr(config.model, name)
+        path = getattr(model, name)
         if path is not None and lacks_model(path):
             yield (
                 f"model.{name}={path} has no config.json; set it to a directory written by `save_pretrained`, or set "
                 f"model.{name}=null for model.path"
             )
-    if config.teacher.path is not None and lacks_model(config.teacher.path):
+    if teacher.path is not None and lacks_model(teacher.path):
         yield (
-            f"teacher.path={config.teacher.path} has no config.json; set it to a directory written by "
+            f"teacher.path={teacher.path} has no config.json; set it to a directory written by "
             "`save_pretrained`, or a hub id"
         )
-    if config.model.chat_template is not None:
+    if model.chat_template is not None:
         try:
-            template_text(config.model.chat_template)
+            template_text(model.chat_template)
         except ConfigError as error:
             yield str(error)
-    if config.model.path and lacks_model(config.model.path):  # `missing_problems` reports an empty one
-        command = model_command(config.model.path)
+    if model.path and lacks_model(model.path):  # `missing_problems` reports an empty one
+        command = model_command(model.path)
         make = f"run `{command}`" if command else "expected a saved model"
-        yield f"model.path={config.model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
+        yield f"model.path={model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
 
 
-def run_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per problem of the run directory, the resumed checkpoint and the hub repository."""
-    repo = config.hub.repo
+def repository_problems(repo: str | None) -> Iterator[str]:
+    """Yield the problem of the name of a hub repository; null has none."""
     if repo is not None and not HUB_ID.fullmatch(repo):
         yield f"hub.repo={repo} is not a repository id; set hub.repo=<user or organization>/<name>, or hub.repo=null"
-    yield from resume_problems(config.resume)
-    if config.resume == "auto" and config.run_name is None:
+
+
+def run_problems(resume: str, run_name: str | None) -> Iterator[str]:
+    """Yield one sentence per problem of the resumed checkpoint and the run directory."""
+    yield from resume_problems(resume)
+    if resume == "auto" and run_name is None:
         yield "resume=auto needs the name of the run; set run_name=<name of the directory under runs/>"
-    yield from run_name_problems(config.run_name)
+    yield from run_name_problems(run_name)
 
 
 def resume_problems(resume: str) -> Iterator[str]:
@@ -100,9 +106,9 @@ def run_name_problems(name: str | None) -> Iterator[str]:
         yield f"run_name={name} must be a plain directory name; set run_name=my-run"
 
 
-def reward_problems(config: Config) -> Iterator[str]:
+def reward_problems(reward: RewardConfig) -> Iterator[str]:
     """Yield one sentence per problem of reward weights, functions and policies for errors."""
-    for outcome, policy in config.reward.on_error.items():
+    for outcome, policy in reward.on_error.items():
         if outcome not in ERRORS:
             hint = closest(str(outcome), [str(known) for known in ERRORS])
             yield (
@@ -115,23 +121,23 @@ def reward_problems(config: Config) -> Iterator[str]:
                 f"reward.on_error.{outcome}={policy} is neither drop, raise nor a number; "
                 f"set reward.on_error.{outcome}=drop"
             )
-    for weight in config.reward.weights or []:
+    for weight in reward.weights or []:
         if not math.isfinite(weight):
             yield f"reward.weights holds {weight}, which is not a finite number; set reward.weights=null for 1 each"
-    if config.reward.weights is not None and len(config.reward.weights) != len(config.reward.functions):
+    if reward.weights is not None and len(reward.weights) != len(reward.functions):
         yield (
-            f"reward.weights={config.reward.weights} has {len(config.reward.weights)} entries for "
-            f"{len(config.reward.functions)} reward.functions; set reward.weights=null, or one weight per function"
+            f"reward.weights={reward.weights} has {len(reward.weights)} entries for "
+            f"{len(reward.functions)} reward.functions; set reward.weights=null, or one weight per function"
         )
 
 
-def reward_name_problems(config: Config) -> Iterator[str]:
+def reward_name_problems(reward: RewardConfig) -> Iterator[str]:
     """Yield one sentence per problem of names of reward functions and settings of built-ins; not of user files."""
     names = [*FUNCTIONS, MODEL]
-    settings = config.reward.settings
-    short = [spec.rpartition(":")[2] for spec in config.reward.functions]
+    settings = reward.settings
+    short = [spec.rpartition(":")[2] for spec in reward.functions]
     for name in sorted({name for name in short if short.count(name) > 1}):
-        once = ",".join(dict.fromkeys(config.reward.functions))
+        once = ",".join(dict.fromkeys(reward.functions))
         yield (
             f"two of reward.functions are named {name}, expected unique names for metrics and settings; set "
             f"reward.functions=[{once}] if it is one function, or give one of the two another name"
@@ -147,7 +153,7 @@ def reward_name_problems(config: Config) -> Iterator[str]:
                 f"reward.settings.{name}={given} is not a mapping of settings; set "
                 f"reward.settings.{name}.<name>=<value>"
             )
-    for spec in dict.fromkeys(config.reward.functions):
+    for spec in dict.fromkeys(reward.functions):
         if spec in names:
             given = settings.get(spec, {})
             if spec == MODEL and isinstance(given, dict):
@@ -171,28 +177,26 @@ def reward_name_problems(config: Config) -> Iterator[str]:
             )
 
 
-def group_wise_rewards(config: Config) -> list[str]:
+def group_wise_rewards(functions: Sequence[str]) -> list[str]:
     """Return the reward functions that are known to compare the rollouts of a group, without running their files."""
     found = []
-    for spec in config.reward.functions:
+    for spec in functions:
         with suppress(ConfigError):  # `reward_name_problems` reports it
             if compares_groups(spec):
                 found.append(spec)
     return found
 
 
-def scores_groups_alone(config: Config) -> bool:
+def scores_groups_alone(functions: Sequence[str]) -> bool:
     """Return True if a rollout that is alone in its group has no reward: all functions are group-wise built-ins."""
-    functions = config.reward.functions
     return bool(functions) and all(spec in FUNCTIONS and compares_groups(spec) for spec in functions)
 
 
-def objective_problems(config: Config) -> Iterator[str]:
+def objective_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield one sentence per problem of a loss or advantage of a user's file, which is loaded, and of its settings.
 
     A file with another hash than the settings name is not loaded.
     """
-    algorithm = config.algorithm
     for kind, lookup in (("loss", policy_loss_named), ("advantage", advantage_named)):
         spec, name = getattr(algorithm, kind), f"algorithm.{kind}"
         if not names_function(spec):
@@ -230,10 +234,10 @@ def own_setting_problems(declared: Declared, given: Mapping[str, Any], prefix: s
             yield f"{prefix}{name}={typed(value)} {problem}; set {prefix}{name}={default} (the default)"
 
 
-def reward_model_problems(config: Config) -> Iterator[str]:
+def reward_model_problems(reward: RewardConfig) -> Iterator[str]:
     """Yield the problem of the path of a reward model."""
-    settings = config.reward.settings.get(MODEL, {})
-    if MODEL not in config.reward.functions or not isinstance(settings, dict):
+    settings = reward.settings.get(MODEL, {})
+    if MODEL not in reward.functions or not isinstance(settings, dict):
         return
     path = settings.get("path")
     if path is None:
@@ -248,22 +252,22 @@ def reward_model_problems(config: Config) -> Iterator[str]:
         )
 
 
-def sandbox_problems(config: Config) -> Iterator[str]:
+def sandbox_problems(environment: EnvironmentConfig, reward: RewardConfig) -> Iterator[str]:
     """Yield the problem of a system that cannot run programs of the model behind walls; tried by running one."""
-    if "code_tests" in config.reward.functions and not runs_unisolated(config):
+    if "code_tests" in reward.functions and not runs_unisolated(reward):
         from lockstep.rollout.sandbox.sandbox import isolation_problem  # runs without programs do not load walls
 
         if (problem := isolation_problem()) is not None:
             yield f"reward.functions names code_tests: {problem}"
     with BackgroundLoop() as loop:
-        for environment in parts_of(make_environment(config.environment.name, **config.environment.settings)):
-            if isinstance(environment, ChecksSystem) and (problem := loop.run(environment.problem())) is not None:
+        for part in parts_of(make_environment(environment.name, **environment.settings)):
+            if isinstance(part, ChecksSystem) and (problem := loop.run(part.problem())) is not None:
                 yield problem
 
 
-def environment_problems(config: Config) -> Iterator[str]:
-    """Yield the problem of the environment's name or settings."""
-    name = config.environment.name
+def environment_problems(settings: EnvironmentConfig, max_turns: int) -> Iterator[str]:
+    """Yield the problem of the environment's name or settings. max_turns: with null resolved."""
+    name = settings.name
     try:
         if ":" not in name and environment_class(name) is None:
             names = environment_names()
@@ -272,15 +276,21 @@ def environment_problems(config: Config) -> Iterator[str]:
                 "environment.name=single_turn, or environment.name=path/to/file.py:ClassName"
             )
             return
-        environment = make_environment(name, **config.environment.settings)
+        environment = make_environment(name, **settings.settings)
     except ConfigError as error:
         yield str(error)
         return
     except Exception as error:  # of a user's constructor
-        yield f"environment {name} with the settings {config.environment.settings} raised {fault(error)}"
+        yield f"environment {name} with the settings {settings.settings} raised {fault(error)}"
         return
     for part in parts_of(environment):
-        yield from _part_problems(part, config)
+        yield from _part_problems(part)
+        declared = declaration_of(part).max_turns
+        if settings.max_turns is None and declared > max_turns:
+            yield (
+                f"environment {type(part).__name__} declares max_turns={declared}, which is not read from a file; set "
+                f"environment.max_turns={declared}"
+            )
     if type(environment) is ToolEnvironment and not environment.tools:
         yield (
             f"environment={name} has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
@@ -288,19 +298,14 @@ def environment_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _part_problems(part: Environment | RunsItself, config: Config) -> Iterator[str]:
-    """Yield the problem of a class that its driver cannot play, and of turns that a file declares."""
+def _part_problems(part: Environment | RunsItself) -> Iterator[str]:
+    """Yield the problem of a class that its driver cannot play."""
     name, declared = type(part).__name__, declaration_of(part)
     lacks = [method for method in ("reset", "step") if not callable(getattr(part, method, None))]
     if lacks and declared.driver is turn_by_turn:
         yield (
             f"environment {name} has no method {' and '.join(lacks)}, which the driver turn_by_turn calls; write what "
             "is missing, or declare the driver that plays it (docs/environments.md)"
-        )
-    if config.environment.max_turns is None and declared.max_turns > config.max_turns:
-        yield (
-            f"environment {name} declares max_turns={declared.max_turns}, which is not read from a file; set "
-            f"environment.max_turns={declared.max_turns}"
         )
 
 

@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any
 
 from lockstep.rollout.environments.prompt import PromptReader
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
+from lockstep.trainer.config.groups.outputs_settings import CheckpointConfig
 from lockstep.trainer.data.prompts import DataSet
 from lockstep.trainer.model.chosen import SMALL_MODEL
 from lockstep.trainer.model.memory_plan import FLOAT32, OPTIMIZER_BYTES
@@ -21,10 +22,9 @@ MAX_COMPARED = 1_000_000
 """Rows of a training set that are compared with held-out rows, in about ten seconds."""
 
 
-def size_warnings(config: Config, shape: ModelShape) -> Iterator[str]:
+def size_warnings(shape: ModelShape, optimizer: OptimizerConfig, *, has_adapters: bool) -> Iterator[str]:
     """Yield one sentence per setting that is unusual for a model of this size."""
-    optimizer = config.optimizer
-    is_full_adam = optimizer.name.startswith("adamw") and not config.model.lora.rank
+    is_full_adam = optimizer.name.startswith("adamw") and not has_adapters
     lr = optimizer.peak_lr
     if is_full_adam and shape.parameters > SMALL_MODEL and lr > HIGH_LR:
         yield (
@@ -33,13 +33,12 @@ def size_warnings(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def disk_notes(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Yield the disk space of checkpoints and model if a checkpoint has more than 1 GB."""
-    one = FLOAT32 * shape.parameters + OPTIMIZER_BYTES[config.optimizer.name] * shape.trained
+def disk_notes(shape: ModelShape, settings: CheckpointConfig, *, optimizer: str, updates: int) -> Iterator[str]:
+    """Yield the disk space of checkpoints and model if a checkpoint has more than 1 GB. updates: of the run."""
+    one = FLOAT32 * shape.parameters + OPTIMIZER_BYTES[optimizer] * shape.trained
     if one <= SHOWN_CHECKPOINT_BYTES:
         return
-    settings = config.checkpoint
-    made = config.updates // settings.every + bool(config.updates % settings.every) if settings.every else 1
+    made = updates // settings.every + bool(updates % settings.every) if settings.every else 1
     most = min(made, settings.keep + 1)  # an older one is deleted after a new one is complete
     everything = most * one + FLOAT32 * shape.parameters
     yield (
@@ -48,19 +47,22 @@ def disk_notes(config: Config, shape: ModelShape) -> Iterator[str]:
     )
 
 
-def overlap_warnings(config: Config, training: Sequence[DataSet], heldout: Mapping[str, DataSet]) -> Iterator[str]:
-    """Yield one sentence per held-out set of which evaluated rows have the prompt of a training row."""
-    reader = PromptReader(column=config.environment.settings.get("prompt_column"))
+def overlap_warnings(
+    training: Sequence[DataSet], heldout: Mapping[str, DataSet], reader: PromptReader, *, evaluated: int | None
+) -> Iterator[str]:
+    """Yield one sentence per held-out set of which evaluated rows have the prompt of a training row.
+
+    evaluated: number of evaluated rows of a set; None: all.
+    """
     sought = {
-        name: [_key(prompt) for prompt in islice(data.prompts(reader), config.eval.prompts)]
-        for name, data in heldout.items()
+        name: [_key(prompt) for prompt in islice(data.prompts(reader), evaluated)] for name, data in heldout.items()
     }
     wanted = {key for keys in sought.values() for key in keys}
     prompts = (prompt for data in training for prompt in islice(data.prompts(reader), MAX_COMPARED))
     known = {key for prompt in prompts if (key := _key(prompt)) in wanted}
     for name, keys in sought.items():
         if both := sum(key in known for key in keys):
-            setting = f"eval.sets.{name}" if name else f"data.heldout_path={config.data.heldout_path}"
+            setting = f"eval.sets.{name}" if name else f"data.heldout_path={heldout[name].path}"
             yield (
                 f"{both} of {len(keys)} evaluated rows of {setting} are also training rows: their rewards say what "
                 "was learned by heart; take them out of one of the two"

@@ -14,7 +14,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
-from lockstep.trainer.config.schema import Config
 
 SERVER = "https://api.wandb.ai"
 
@@ -29,12 +28,12 @@ def package_problems(logger: LoggerConfig) -> Iterator[str]:
             )
 
 
-def tracking_problems(config: Config) -> Iterator[str]:
+def tracking_problems(logger: LoggerConfig) -> Iterator[str]:
     """Yield missing packages, and the problem of a run that shall log to W&B's server and has no login."""
-    yield from package_problems(config.logger)
-    if (config.logger.wandb_mode or "online") == "online" and not _has_login():
+    yield from package_problems(logger)
+    if (logger.wandb_mode or "online") == "online" and not _has_login():
         yield (
-            f"logger.wandb={config.logger.wandb} logs to {_server()}, and no login was found; log in with "
+            f"logger.wandb={logger.wandb} logs to {_server()}, and no login was found; log in with "
             "`wandb login` (or set WANDB_API_KEY), or set logger.wandb=offline and upload later with `wandb sync`"
         )
 

@@ -31,6 +31,7 @@ from lockstep.trainer.checks.names import (
     environment_problems,
     model_problems,
     objective_problems,
+    repository_problems,
     reward_model_problems,
     reward_name_problems,
     reward_problems,
@@ -40,6 +41,7 @@ from lockstep.trainer.checks.names import (
 from lockstep.trainer.checks.tracking import tracking_problems
 from lockstep.trainer.config.launcher import launch_problems
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.row_check import RowCheck
 
 
 def validate(config: Config, *, needs_data: bool = True, trains: bool = True, scores: bool = True) -> None:
@@ -48,31 +50,40 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
     needs_data: True if the data files must exist. trains: True if training data is among them. scores: True if rewards
     score what is sampled on the data.
     """
+    sets = [*(config.data.training_sets().values() if trains else ()), *config.heldout_sets().values()]
     problems = [*missing_problems(config, needs_data=needs_data, trains=trains, scores=scores)]
     problems += value_problems(config)
     # Conflicts depend on what the loss and the advantage need, so their files are loaded first.
-    own = list(objective_problems(config)) if choices_hold(config) else []
+    own = list(objective_problems(config.algorithm)) if choices_hold(config) else []
     problems += own
     if choices_hold(config) and not own:
         if config.has_rollouts:
-            problems += [*null_problems(config), *reward_problems(config), *reward_name_problems(config)]
-            problems += [*algorithm_problems(config), *correction_problems(config), *asynchrony_problems(config)]
+            problems += [*null_problems(config.algorithm)]
+            problems += [*reward_problems(config.reward), *reward_name_problems(config.reward)]
+            problems += algorithm_problems(config)
+            problems += correction_problems(config.correction, config.algorithm, config.model)
+            problems += asynchrony_problems(config)
             problems += engine_problems(config)
-        problems += [*launch_problems(config), *model_problems(config), *data_problems(config)]
+        problems += launch_problems(config.optimizer, config.model)
+        problems += model_problems(config.model, config.teacher)
+        problems += data_problems(config.data, config.eval.sets, config.environment)
         problems += [*demonstration_problems(config), *url_problems("teacher.urls", config.teacher.urls)]
         problems += evaluation_problems(config, trains=trains)
         if needs_data and trains:
             problems += unused_problems(config)
         if needs_data:
-            problems += [*data_file_problems(config, trains=trains), *made_data_problems(config, trains=trains)]
-            problems += reward_model_problems(config) if config.has_rollouts else []
-            problems += run_problems(config)
+            problems += data_file_problems(config, trains=trains)
+            problems += made_data_problems(sets, config.data, config.reward.functions)
+            problems += reward_model_problems(config.reward) if config.has_rollouts else []
+            problems += [*repository_problems(config.hub.repo), *run_problems(config.resume, config.run_name)]
         if needs_data and trains:
-            problems += tracking_problems(config)
+            problems += tracking_problems(config.logger)
     if not problems and config.has_rollouts:  # last, because an environment may load user files
-        problems += environment_problems(config)
+        problems += environment_problems(config.environment, config.max_turns)
         if not problems and needs_data:
-            problems += [*first_row_problems(config, trains=trains), *sandbox_problems(config)]
+            check = RowCheck(config.environment, config.reward)
+            problems += first_row_problems(sets, check, heldout_path=config.data.heldout_path)
+            problems += sandbox_problems(config.environment, config.reward)
     if not problems and needs_data and trains:
         problems += demonstration_row_problems(config)
     if problems:

@@ -115,7 +115,9 @@ class Producer(RolloutSource):
         silent: list[_Work] = []  # groups without spread, under dynamic sampling
         shown: set[int] = set()
         while True:
-            silent += self._deliver([w for w in self._complete() if not is_kept(w.task.result().group, self._config)])
+            silent += self._deliver(
+                [w for w in self._complete() if not is_kept(w.task.result().group, self._algorithm)]
+            )
             self._begin(sampler, self._room(version), version)
             for work in self._complete():
                 for rollout in work.task.result().group if work.place not in shown else ():
@@ -167,7 +169,7 @@ class Producer(RolloutSource):
         batch = self._complete()[: self._batch]
         if len(batch) < self._batch:
             # Number of groups that a synchronous step would have sampled before it gave up.
-            limit = self._batch * (1 + self._config.algorithm.max_refills)
+            limit = self._batch * (1 + self._algorithm.max_refills)
             return batch if num_silent + len(batch) >= limit else None
         if self._config.rollout.stragglers == "wait":
             left = [work for work in self._works if work not in batch]
@@ -189,7 +191,7 @@ class Producer(RolloutSource):
     async def _make(self, sampler: Sampler, place: int, row: Row) -> _Complete:
         """Sample and score a group, and the greedy answer to its prompt if the advantage needs it."""
         sampled = [self._sample(sampler, place, row, self._sampling, self._config.rollout.samples_per_prompt)]
-        if self._config.needs_greedy:
+        if self._config.plan.needs_greedy:
             sampled.append(self._sample(sampler, place, row, replace(self._sampling, temperature=0.0), 1))
         group, *greedy = await _all(sampled)
         async with self._scoring:
@@ -208,7 +210,7 @@ class Producer(RolloutSource):
         results = [work.task.result() for work in batch]
         greedy = [answer for result in results for answer in result.greedy]
         dropped = [work.task.result().group for work in silent]
-        collected = Collected.of([result.group for result in results], dropped, greedy, self._config)
+        collected = Collected.of([result.group for result in results], dropped, greedy, self._algorithm)
         self._rewards.refuse_errors()
         group_size, num_complete = self._config.rollout.samples_per_prompt, len(self._complete())
         metrics = {

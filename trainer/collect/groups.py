@@ -9,7 +9,8 @@ import numpy as np
 
 from lockstep.rewards.shaping import turn_rewards
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.objective.own.lookup import advantage_named
 
 Group = Sequence[Rollout]
 """Scored rollouts of one prompt."""
@@ -29,22 +30,22 @@ class Collected:
 
     @classmethod
     def of(
-        cls, kept: Sequence[Group], dropped: Sequence[Group], greedy: Sequence[Rollout], config: Config
+        cls, kept: Sequence[Group], dropped: Sequence[Group], greedy: Sequence[Rollout], algorithm: AlgorithmConfig
     ) -> Collected:
         """Combine groups that are trained and groups without spread. greedy: one answer per kept group, if needed."""
         trained = [rollout for group in kept for rollout in group]
         others = [rollout for group in dropped for rollout in group]
         metrics: dict[str, float] = {}
-        if config.algorithm.dynamic_sampling:
+        if algorithm.dynamic_sampling:
             groups = (*kept, *dropped)
-            num_with_spread = sum(has_spread(group, by_turn=config.algorithm.turn_rewards) for group in groups)
+            num_with_spread = sum(has_spread(group, by_turn=algorithm.turn_rewards) for group in groups)
             metrics |= {
                 "rollout/refill_factor": (len(trained) + len(others)) / max(len(trained), 1),
                 "rollout/dropped_filtered": float(sum(rollout.is_trainable for rollout in others)),
                 "reward/zero_std_fraction": 1 - num_with_spread / len(groups),
             }
         baselines: dict[int, float] = {}
-        if config.needs_greedy:
+        if advantage_named(algorithm.advantage).needs_greedy:
             answered = zip(kept, greedy, strict=True)
             baselines = {group[0].group_id: answer.reward for group, answer in answered if answer.is_trainable}
             trained = [_with_baseline(rollout, baselines) for rollout in trained]
@@ -66,9 +67,9 @@ def rewards_of(group: Group) -> list[float]:
     return [rollout.reward for rollout in group if rollout.is_trainable]
 
 
-def is_kept(group: Group, config: Config) -> bool:
+def is_kept(group: Group, algorithm: AlgorithmConfig) -> bool:
     """True if the group is trained: under dynamic sampling, if its rewards differ."""
-    return not config.algorithm.dynamic_sampling or has_spread(group, by_turn=config.algorithm.turn_rewards)
+    return not algorithm.dynamic_sampling or has_spread(group, by_turn=algorithm.turn_rewards)
 
 
 def has_spread(group: Group, *, by_turn: bool = False) -> bool:

@@ -44,6 +44,7 @@ class RolloutSource(ABC):
     ) -> None:
         """sampler: None on ranks that do not sample."""
         self._config = config
+        self._algorithm = config.algorithm
         self._distributed = distributed
         self._loop = loop
         self._sampler = sampler
@@ -103,12 +104,12 @@ class Collector(RolloutSource):
 
     def _collect(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
         sampled = self._sample_groups(sampler, step, watch, on_rollout)
-        kept = [(row, group) for _, row, group in sampled if is_kept(group, self._config)]
-        dropped = [group for *_, group in sampled if not is_kept(group, self._config)]
+        kept = [(row, group) for _, row, group in sampled if is_kept(group, self._algorithm)]
+        dropped = [group for *_, group in sampled if not is_kept(group, self._algorithm)]
         greedy = []
-        if self._config.needs_greedy:
+        if self._config.plan.needs_greedy:
             greedy = self._greedy_answers(sampler, [row for row, _ in kept], step, watch)
-        collected = Collected.of([group for _, group in kept], dropped, greedy, self._config)
+        collected = Collected.of([group for _, group in kept], dropped, greedy, self._algorithm)
         for place, _, group in sampled:
             self._prompts.learn(place, rewards_of(group))
         self._prompts.finish(place for place, *_ in sampled)
@@ -122,10 +123,10 @@ class Collector(RolloutSource):
 
         Returns the place of its row in the data, the row, and the group.
         """
-        settings, algorithm = self._config.rollout, self._config.algorithm
+        settings, algorithm = self._config.rollout, self._algorithm
         groups: list[tuple[int, Row, Group]] = []
         for _ in range(1 + algorithm.max_refills if algorithm.dynamic_sampling else 1):
-            missing = settings.prompts_per_step - sum(is_kept(group, self._config) for *_, group in groups)
+            missing = settings.prompts_per_step - sum(is_kept(group, self._algorithm) for *_, group in groups)
             if not missing:
                 break
             begun = self._prompts.begin(missing)

@@ -7,7 +7,7 @@ from lockstep.trainer.objective.own.lookup import advantage_named
 from lockstep.trainer.setting import When, names_function
 
 LORA = When(instead="model.lora.rank=16", holds=lambda c: c.model.lora.rank > 0)
-CRITIC = When(instead="algorithm=ppo", holds=lambda c: c.has_critic, because=("algorithm.advantage",))
+CRITIC = When(instead="algorithm=ppo", holds=lambda c: c.plan.has_critic, because=("algorithm.advantage",))
 CURRICULUM = When(instead="data.curriculum.rest_epochs=1", holds=lambda c: c.data.curriculum.is_on)
 LEARNABILITY = When(
     instead="data.curriculum.weighting=learnability", holds=lambda c: c.data.curriculum.weighting == "learnability"
@@ -70,7 +70,7 @@ MIXED_SCHEDULE = When(
 )
 ADAPTED_KL = When(
     instead="algorithm.advantage=gae algorithm.kl_place=reward algorithm.kl_coef=0.15",
-    holds=lambda c: c.has_critic and c.algorithm.kl_place == "reward" and c.algorithm.kl_coef > 0,
+    holds=lambda c: c.plan.has_critic and c.algorithm.kl_place == "reward" and c.algorithm.kl_coef > 0,
 )
 TRACKED_KL = When(instead="algorithm.kl_target=6", holds=lambda c: c.algorithm.kl_target is not None)
 ENTROPY_TARGET = When(instead="algorithm.entropy_target=0.2", holds=lambda c: c.algorithm.entropy_target is not None)
@@ -97,14 +97,16 @@ TEACHER_ENGINE = When(
 DIVERGENCE = When(
     instead="algorithm.teacher_divergence=reverse", holds=lambda c: c.algorithm.teacher_divergence != "off"
 )
-ANY_DIVERGENCE = When(instead="algorithm.teacher_divergence=reverse", holds=lambda c: bool(c.divergences))
-MIXTURE = When(instead="algorithm.teacher_divergence=jsd", holds=lambda c: "jsd" in c.divergences)
+ANY_DIVERGENCE = When(instead="algorithm.teacher_divergence=reverse", holds=lambda c: bool(c.plan.divergences))
+MIXTURE = When(instead="algorithm.teacher_divergence=jsd", holds=lambda c: "jsd" in c.plan.divergences)
 REFERENCE = When(instead="algorithm.kl_coef=0.01", holds=lambda c: c.algorithm.kl_coef > 0)
 OWN_LOSS = When(instead="algorithm.loss=path/to/file.py:function", holds=lambda c: names_function(c.algorithm.loss))
 OWN_ADVANTAGE = When(
     instead="algorithm.advantage=path/to/file.py:function", holds=lambda c: names_function(c.algorithm.advantage)
 )
-TURN_REWARDS = When(instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards or c.needs_states)
+TURN_REWARDS = When(
+    instead="algorithm.turn_rewards=true", holds=lambda c: c.algorithm.turn_rewards or c.plan.needs_states
+)
 LENGTH = When(instead="algorithm.length_control=alp", holds=lambda c: c.algorithm.length_control != "off")
 OVERLONG = When(instead="algorithm.overlong_buffer=0.2", holds=lambda c: c.algorithm.overlong_buffer > 0)
 HORIZON = When(

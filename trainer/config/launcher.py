@@ -10,7 +10,8 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 
 NO_BITSANDBYTES = (
     "optimizer.name=adamw_8bit needs bitsandbytes, which is not installed; `pip install bitsandbytes`, or set "
@@ -26,7 +27,7 @@ COMPILE_UNDER_ZERO3 = (
 )
 
 
-def launch_problems(config: Config) -> Iterator[str]:
+def launch_problems(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
     """Yield one sentence per conflict."""
     if launched_zero_stage() == 1:
         yield (
@@ -34,17 +35,17 @@ def launch_problems(config: Config) -> Iterator[str]:
             "launch with configs/accelerate/zero2.yaml"
         )
     offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-    if launched_zero_stage() and offload != "none" and config.optimizer.name != "adamw":
+    if launched_zero_stage() and offload != "none" and optimizer.name != "adamw":
         yield (
-            f"optimizer.name={config.optimizer.name} with offload_optimizer_device={offload}, for which Accelerate "
+            f"optimizer.name={optimizer.name} with offload_optimizer_device={offload}, for which Accelerate "
             "replaces any optimizer by DeepSpeed's Adam; set optimizer.name=adamw, or offload_optimizer_device: none "
             "in the launch file"
         )
-    if config.optimizer.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+    if optimizer.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield NO_BITSANDBYTES
-    if config.optimizer.name == "muon" and launched_zero_stage():
+    if optimizer.name == "muon" and launched_zero_stage():
         yield MUON_UNDER_ZERO
-    if config.model.compile and launched_zero_stage() == 3:
+    if model.compile and launched_zero_stage() == 3:
         yield COMPILE_UNDER_ZERO3
 
 

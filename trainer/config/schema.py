@@ -30,7 +30,7 @@ from lockstep.trainer.config.groups.outputs_settings import (
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
-from lockstep.trainer.objective.own.lookup import advantage_named
+from lockstep.trainer.config.plan import StepPlan
 from lockstep.trainer.setting import setting
 
 PACK_TOKENS = 16_384
@@ -139,27 +139,9 @@ class Config:
         return bool(self.model.gradient_checkpointing)
 
     @property
-    def has_critic(self) -> bool:
-        """True if the advantage estimator needs a critic."""
-        return advantage_named(self.algorithm.advantage).needs_critic
-
-    def trains_critic_alone(self, update: int) -> bool:
-        """Return True for the optimizer step after this many updates if it leaves the policy as it is."""
-        return self.has_critic and update < self.algorithm.critic_warmup
-
-    def ends_warmup(self, update: int) -> bool:
-        """Return True for the first optimizer step after those of the critic alone."""
-        return self.has_critic and 0 < self.algorithm.critic_warmup == update
-
-    @property
-    def needs_states(self) -> bool:
-        """True if the advantage estimator compares turns of equal state."""
-        return advantage_named(self.algorithm.advantage).needs_states
-
-    @property
-    def needs_greedy(self) -> bool:
-        """True if the advantage estimator needs the greedy answer to each prompt."""
-        return advantage_named(self.algorithm.advantage).needs_greedy
+    def plan(self) -> StepPlan:
+        """Plan of a step: what it scores and replays, and what its rows keep."""
+        return StepPlan.of(self.algorithm, self.correction, self.demonstrations)
 
     @property
     def has_teacher(self) -> bool:
@@ -173,31 +155,6 @@ class Config:
         """Context of the engines that sample [tokens]; one more than a row has if they also score whole rows as the
         teacher, because vLLM samples a token after those that it scores."""
         return self.rollout.max_model_len + (self.teacher.source == "policy")
-
-    @property
-    def teaches_rollouts(self) -> bool:
-        """True if the loss of the rollouts has a teacher."""
-        return self.has_rollouts and (self.algorithm.teacher_coef > 0 or self.algorithm.teacher_divergence != "off")
-
-    @property
-    def divergences(self) -> set[str]:
-        """Kinds of divergence from a teacher in the loss."""
-        return {self.algorithm.teacher_divergence, self.demonstrations.teacher_divergence} - {"off"}
-
-    @property
-    def teacher_top_k(self) -> int:
-        """Number of most probable tokens that the teacher names at each position."""
-        return self.algorithm.teacher_divergence_top_k if self.divergences else 0
-
-    @property
-    def replays_engine(self) -> bool:
-        """True if the trainer computes with the experts that the engine chose."""
-        return self.correction.routing_replay == "engine"
-
-    @property
-    def attention(self) -> str:
-        """model.attn_implementation with auto resolved."""
-        return "packed_rows" if self.model.attn_implementation == "auto" else self.model.attn_implementation
 
     @property
     def pause_mode(self) -> str:

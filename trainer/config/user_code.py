@@ -10,6 +10,8 @@ from typing import Any
 from lockstep.rollout.environments import declared_parts
 from lockstep.rollout.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
 from lockstep.rollout.system.user_functions import file_sha256
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import names_function
 
@@ -18,24 +20,24 @@ def code_of_files(config: Config) -> list[str]:
     """Return the `path/to/file.py:name` of reward functions, environments, tools, agents, losses and advantages."""
     environments = [name for name, *_ in declared_parts(config.environment.name, config.environment.settings)]
     named = [*config.reward.functions, *environments, *_texts(config.environment.settings)]
-    return list(dict.fromkeys([*filter(names_function, named), *code_of_objective(config)]))
+    return list(dict.fromkeys([*filter(names_function, named), *code_of_objective(config.algorithm)]))
 
 
-def code_of_objective(config: Config) -> list[str]:
+def code_of_objective(algorithm: AlgorithmConfig) -> list[str]:
     """Return the `path/to/file.py:name` of loss and advantage."""
-    return list(filter(names_function, (config.algorithm.loss, config.algorithm.advantage)))
+    return list(filter(names_function, (algorithm.loss, algorithm.advantage)))
 
 
 def outside_of_update(config: Config) -> list[str]:
     """Return all that a replay that trains uses outside of models and local data: code, and data at addresses."""
     data = {"demonstrations": [asdict(one) for one in config.demonstration_sets().values()]}
     addresses = (text for text in _texts(data) if "://" in text)
-    return list(dict.fromkeys([*code_of_objective(config), *addresses]))
+    return list(dict.fromkeys([*code_of_objective(config.algorithm), *addresses]))
 
 
-def hashes(config: Config) -> dict[str, str]:
+def hashes(algorithm: AlgorithmConfig) -> dict[str, str]:
     """Return the SHA-256 of the file of each loss or advantage that is a user's, by the setting that records it."""
-    named = {kind: getattr(config.algorithm, kind) for kind in ("loss", "advantage")}
+    named = {kind: getattr(algorithm, kind) for kind in ("loss", "advantage")}
     return {f"{kind}_sha256": file_sha256(spec) for kind, spec in named.items() if names_function(spec)}
 
 
@@ -51,17 +53,17 @@ def outside_of(config: Config) -> list[str]:
     return list(dict.fromkeys([*code_of_files(config), *found]))
 
 
-def runs_unisolated(config: Config) -> bool:
+def runs_unisolated(reward: RewardConfig) -> bool:
     """Return True if programs of the model run without isolation (`reward.settings.code_tests.unsafe=true`)."""
-    settings = config.reward.settings.get("code_tests")
-    return "code_tests" in config.reward.functions and isinstance(settings, Mapping) and settings.get("unsafe") is True
+    settings = reward.settings.get("code_tests")
+    return "code_tests" in reward.functions and isinstance(settings, Mapping) and settings.get("unsafe") is True
 
 
-def unisolated_settings(config: Config) -> list[str]:
+def unisolated_settings(environment: EnvironmentConfig, reward: RewardConfig) -> list[str]:
     """Return the settings by which programs of the model run without isolation."""
-    parts = declared_parts(config.environment.name, config.environment.settings)
+    parts = declared_parts(environment.name, environment.settings)
     unsafe = any(declared.runs_programs and settings.get("unsafe") is True for _, settings, declared in parts)
-    return [REWARD_SETTING] * runs_unisolated(config) + [ENVIRONMENT_SETTING] * unsafe
+    return [REWARD_SETTING] * runs_unisolated(reward) + [ENVIRONMENT_SETTING] * unsafe
 
 
 def _texts(value: Any) -> Iterator[str]:

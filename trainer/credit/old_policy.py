@@ -1,4 +1,4 @@
-"""π_old, the proximal policy of an update, with its logprobs from one of three sources.
+"""π_old, the proximal policy of an update, with its logprobs from one of three sources (`StepPlan.old`).
 
 | form         | source of log π_old                     | used                                                       |
 |--------------|-----------------------------------------|------------------------------------------------------------|
@@ -15,9 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from lockstep.trainer.config.schema import Config
-from lockstep.trainer.objective.correction.modes import CORRECTION_MODES, Granularity
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,24 +59,3 @@ class FromUpdate:
 
 
 OldPolicy = Recomputed | FromEngine | FromUpdate
-
-
-def form_of(config: Config) -> type[OldPolicy]:
-    """Return the form for a configuration.
-
-    `FromUpdate` saves a pass. It is exact if a rollout batch gets one update and nothing before the loss needs the
-    logprobs of all tokens: sequence weights, their mean, rejection (it changes the denominators), advantages with a KL
-    penalty or from a teacher, a critic.
-    """
-    algorithm, correction = config.algorithm, config.correction
-    if correction.logp_old == "bypass":
-        return FromEngine
-    is_known_in_time = (
-        algorithm.epochs == algorithm.minibatches == 1
-        and CORRECTION_MODES[correction.mode].granularity is Granularity.TOKEN
-        and not (correction.batch_normalize or correction.rejection or correction.kl_penalty)
-        and not (algorithm.kl_coef and algorithm.kl_place == "reward")
-        and not algorithm.teacher_coef
-        and not config.has_critic
-    )
-    return FromUpdate if is_known_in_time else Recomputed

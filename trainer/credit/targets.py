@@ -27,7 +27,6 @@ from torch import Tensor
 
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.old_policy import OldPolicy
 from lockstep.trainer.objective.advantages.critic import Credit
@@ -81,17 +80,17 @@ class Targets:
 
 
 def rollout_targets(
-    batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, config: Config
+    batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, algorithm: AlgorithmConfig
 ) -> tuple[Targets, dict[str, float]]:
     """Return the targets of an algorithm without a critic, and metrics of its advantages."""
-    if config.needs_states:
-        advantages_N, metrics = state_advantages(batch, config.algorithm)
-    elif config.algorithm.turn_rewards:
-        advantages_N, metrics = turn_advantages(batch, config.algorithm)
+    if advantage_named(algorithm.advantage).needs_states:
+        advantages_N, metrics = state_advantages(batch, algorithm)
+    elif algorithm.turn_rewards:
+        advantages_N, metrics = turn_advantages(batch, algorithm)
     else:
-        advantages_S, metrics = rollout_advantages(batch, config.algorithm)
+        advantages_S, metrics = rollout_advantages(batch, algorithm)
         advantages_N = advantages_S[batch.rollout_N]
-    advantages_N = penalized(advantages_N.float(), batch, logprobs, correction, config)
+    advantages_N = penalized(advantages_N.float(), batch, logprobs, correction, algorithm)
     targets = Targets(advantages_N=advantages_N, old=logprobs.old, correction=correction, ref_logp_N=logprobs.ref_N)
     return targets, metrics
 
@@ -153,24 +152,24 @@ def _flat_fraction(advantages_K: Tensor, group_K: Tensor) -> float:
 
 
 def penalized(
-    advantages_N: Tensor, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, config: Config
+    advantages_N: Tensor, batch: StepBatch, logprobs: Logprobs, correction: StepCorrection, algorithm: AlgorithmConfig
 ) -> Tensor:
     """Return advantages with the KL penalties of the module docstring."""
-    old_N, teacher, algorithm = logprobs.old.logp_N, batch.teacher, config.algorithm
+    old_N, teacher = logprobs.old.logp_N, batch.teacher
     if teacher is not None:
         advantages_N = algorithm.reward_coef * advantages_N
-    if old_N is None:  # implies that nothing of the following is configured (`old_policy.form_of`)
+    if old_N is None:  # implies that nothing of the following is configured (`StepPlan.old`)
         return advantages_N
     if teacher is not None:
         advantages_N = advantages_N + teacher_advantages(old_N, teacher.logp_N, coef=algorithm.teacher_coef)
-    if logprobs.ref_N is not None and config.algorithm.kl_place == "reward":
-        advantages_N = advantages_N - config.algorithm.kl_coef * (old_N - logprobs.ref_N)
-    if config.correction.kl_penalty:
+    if logprobs.ref_N is not None and algorithm.kl_place == "reward":
+        advantages_N = advantages_N - algorithm.kl_coef * (old_N - logprobs.ref_N)
+    if correction.settings.kl_penalty:
         advantages_N = kl_penalized_advantages(
             advantages_N,
             batch.sampling_logprobs_N,
             old_N,
-            coef=config.correction.kl_penalty,
+            coef=correction.settings.kl_penalty,
             keep_T=correction.keep_N,
         )
     return advantages_N

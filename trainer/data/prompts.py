@@ -56,6 +56,7 @@ class DataSet:
         left_out = [name for name, column in (settings.columns or {}).items() if column is None]
         self._rows = Rows.of(rows).for_rewards(left_out=left_out, of=settings.path)
         self._settings = settings
+        self.path = settings.path
         self.name = name
 
     def __len__(self) -> int:
@@ -63,13 +64,13 @@ class DataSet:
 
     def __getitem__(self, index: int) -> Row:
         row = DataRow(prepared(self._rows[index], self._settings, name=self.name))
-        row.place = f"{self._rows.place(index)} of {self._settings.path}"
+        row.place = f"{self._rows.place(index)} of {self.path}"
         return row
 
     def checked(self, check: Callable[[Row], None], *, say: Callable[[str], None]) -> DataSet:
         """Return the data set. Raises `DataError` if `check` raises it for some of the rows: how many, and which."""
         records = ((self._rows.place(index), partial(lambda i: check(self[i]), index)) for index in range(len(self)))
-        for _ in every(records, of=self._settings.path, say=say):
+        for _ in every(records, of=self.path, say=say):
             pass
         return self
 
@@ -79,16 +80,14 @@ class DataSet:
         renamed = {name: path for name, path in (self._settings.columns or {}).items() if name in names and path}
         read = {part for path in renamed.values() for part in (path, path.partition(".")[0])} or names
         for row in self._rows.only(read.__contains__):
-            row = rename(row, renamed, of=self._settings.path)
+            row = rename(row, renamed, of=self.path)
             if (name := reader.find(row)) is not None:
                 yield row[name]
 
     def subset(self, kept: Sequence[int]) -> DataSet:
         """Return the data set with these rows only."""
         if not kept:
-            raise DataError(
-                f"data set {self._settings.path}: no prompt has at most data.max_prompt_tokens tokens; raise it"
-            )
+            raise DataError(f"data set {self.path}: no prompt has at most data.max_prompt_tokens tokens; raise it")
         return DataSet(self._rows.select(kept), self._settings, name=self.name)
 
 
@@ -114,7 +113,7 @@ def training_data(config: Config, *, say: Callable[[str], None] = silent) -> lis
 
     Raises `DataError` if rows cannot be used.
     """
-    check = RowCheck(config)
+    check = RowCheck(config.environment, config.reward)
     sources = config.data.training_sets().items()
     return [load_data_set(one, name=name or None, say=say).checked(check, say=say) for name, one in sources]
 
@@ -124,10 +123,10 @@ def heldout_data(config: Config, *, say: Callable[[str], None] = silent) -> dict
 
     The path `environment` stands for the evaluation data of an environment that brings its own. Raises `DataError`.
     """
-    check = RowCheck(config)
+    check = RowCheck(config.environment, config.reward)
     sets = {}
     for name, settings in config.heldout_sets().items():
-        own_rows = rows_of_environment(config, settings.path)
+        own_rows = rows_of_environment(config.environment.name, settings.path)
         if own_rows is not None:
             sets[name] = DataSet(own_rows(**config.environment.settings), settings, name=name or None)
         else:
@@ -135,9 +134,9 @@ def heldout_data(config: Config, *, say: Callable[[str], None] = silent) -> dict
     return {name: data.checked(check, say=say) for name, data in sets.items()}
 
 
-def rows_of_environment(config: Config, path: str) -> Callable[..., Any] | None:
+def rows_of_environment(environment: str, path: str) -> Callable[..., Any] | None:
     """Return what gives the rows of a path that stands for data of the environment; None for any other path."""
-    return declaration(config.environment.name).evaluation_rows if path == OF_ENVIRONMENT else None
+    return declaration(environment).evaluation_rows if path == OF_ENVIRONMENT else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

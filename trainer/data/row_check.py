@@ -18,7 +18,7 @@ from lockstep.rollout.environments.prompt import is_empty
 from lockstep.rollout.episode.environment import messages_of_row
 from lockstep.rollout.errors import DataError, TemplateError
 from lockstep.rollout.records import Rollout
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 
 WITH_FIXED_COLUMN = {"demo_answer": "answer", COLUMN: COLUMN}
 """Columns of built-in rewards that have no setting for theirs."""
@@ -27,9 +27,9 @@ WITH_FIXED_COLUMN = {"demo_answer": "answer", COLUMN: COLUMN}
 class RowCheck:
     """Check of the rows of a run. One environment reads all of them, and plays none."""
 
-    def __init__(self, config: Config) -> None:
-        self._environment = make_environment(config.environment.name, **config.environment.settings)
-        named = {name: dict(config.reward.settings.get(name) or {}) for name in config.reward.functions}
+    def __init__(self, environment: EnvironmentConfig, reward: RewardConfig) -> None:
+        self._environment = make_environment(environment.name, **environment.settings)
+        named = {name: dict(reward.settings.get(name) or {}) for name in reward.functions}
         self._rewards = [(name, column, own) for name, own in named.items() if (column := _column(name, own))]
 
     def __call__(self, row: Mapping[str, Any]) -> None:

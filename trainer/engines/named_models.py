@@ -19,6 +19,7 @@ from lockstep.rollout.models.stored_model import (
     refuse_non_finite,
     stored_model,
 )
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.critic import role_of
 from lockstep.trainer.model.decoder import packable_config
@@ -49,7 +50,7 @@ def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: b
     if trains and config.algorithm.kl_coef and model.reference_path is not None:
         reference = packable_config(model.reference_path, setting="model.reference_path", **trust)
         found.append((LANGUAGE_MODEL, "model.reference_path", model.reference_path, reference))
-    if trains and config.has_critic and model.critic == "separate" and model.critic_path is not None:
+    if trains and config.plan.has_critic and model.critic == "separate" and model.critic_path is not None:
         critic = packable_config(model.critic_path, setting="model.critic_path", **trust)
         found.append((role_of(critic), "model.critic_path", model.critic_path, critic))
     if trains and config.teacher.path is not None and not config.teacher.urls:
@@ -62,13 +63,15 @@ def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: b
             say(note)
         if not trains:  # the trainer checks what it loads
             refuse_non_finite(stored.non_finite(), setting=setting, path=path)
-        _refuse_other_ids(config, setting, path, own, policy)
-        _refuse_short(config, setting, path, own)
-        if trains and config.has_rollouts and setting != "teacher.path":
-            _refuse_rotary(config, setting, path, own, say)
+        _refuse_other_ids(model, setting, path, own, policy)
+        if config.has_rollouts and setting != "teacher.path":
+            longest = config.rollout.max_model_len
+            _refuse_short(longest, setting, path, own)
+            if trains:
+                _refuse_rotary(longest, config.engine_context, setting, path, own, say)
     if trains and MODEL in config.reward.functions:
         _refuse_unfit_reward_model(config.reward.settings[MODEL])
-    refuse_unfit_adapters(config, policy)
+    refuse_unfit_adapters(model, policy)
 
 
 def vocabulary(path: str, *, setting: str, trust_remote_code: bool) -> Mapping[str, int] | None:
@@ -79,14 +82,14 @@ def vocabulary(path: str, *, setting: str, trust_remote_code: bool) -> Mapping[s
     return load_tokenizer(path, setting=setting, trust_remote_code=trust_remote_code, template=None).get_vocab()
 
 
-def refuse_other_tokenizer(config: Config, setting: str, path: str) -> None:
+def refuse_other_tokenizer(policy: ModelConfig, setting: str, path: str) -> None:
     """Raise `ConfigError` if the tokenizer of another model gives a token another id than the policy's."""
-    trust = config.model.trust_remote_code
-    own = vocabulary(config.model.path, setting="model.path", trust_remote_code=trust)
+    trust = policy.trust_remote_code
+    own = vocabulary(policy.path, setting="model.path", trust_remote_code=trust)
     other = vocabulary(path, setting=setting, trust_remote_code=trust)
     if (difference := vocabulary_difference(own or {}, other or {})) is not None:
         raise ConfigError(
-            f"{setting}={path} has another tokenizer than model.path={config.model.path}: {difference}; set {setting} "
+            f"{setting}={path} has another tokenizer than model.path={policy.path}: {difference}; set {setting} "
             "to a model with the policy's tokenizer"
         )
 
@@ -105,23 +108,24 @@ def longest_context(config: PreTrainedConfig) -> int | None:
     return int(values.get("model_max_length") or min(limits) * factor)
 
 
-def _refuse_short(config: Config, setting: str, path: str, own: PreTrainedConfig) -> None:
-    limit, needed = longest_context(own), config.rollout.max_model_len
-    if config.has_rollouts and setting != "teacher.path" and limit is not None and limit < needed:
+def _refuse_short(needed: int, setting: str, path: str, own: PreTrainedConfig) -> None:
+    limit = longest_context(own)
+    if limit is not None and limit < needed:
         raise ConfigError(
             f"rollout.max_model_len={needed} is more than {setting}={path} has positions for, {limit} in its "
             f"config.json; set rollout.max_model_len={limit} or less"
         )
 
 
-def _refuse_rotary(config: Config, setting: str, path: str, own: PreTrainedConfig, say: Callable[[str], None]) -> None:
+def _refuse_rotary(
+    longest: int, context: int, setting: str, path: str, own: PreTrainedConfig, say: Callable[[str], None]
+) -> None:
     """Raise `ConfigError` for frequencies by the length of a row that engine and trainer cannot share; say which they
-    take."""
-    context = config.engine_context
+    take. longest: row [tokens]. context: of the engine."""
     for kind, original in original_lengths(own).items():
         if context <= original:
             continue
-        shorter = f"rollout.max_model_len={config.rollout.max_model_len - context + original}"
+        shorter = f"rollout.max_model_len={longest - context + original}"
         if kind == DYNAMIC or own.model_type == "phimoe":
             other = "none by length" if kind == DYNAMIC else "other factors than transformers"
             raise ConfigError(
@@ -136,10 +140,12 @@ def _refuse_rotary(config: Config, setting: str, path: str, own: PreTrainedConfi
         )
 
 
-def _refuse_other_ids(config: Config, setting: str, path: str, own: PreTrainedConfig, policy: PreTrainedConfig) -> None:
+def _refuse_other_ids(
+    model: ModelConfig, setting: str, path: str, own: PreTrainedConfig, policy: PreTrainedConfig
+) -> None:
     """Raise `ConfigError` if ids of the policy are none, or other tokens, in a model that reads its rows."""
     size, needed = own.get_text_config().vocab_size, policy.get_text_config().vocab_size
-    ids = vocabulary(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
+    ids = vocabulary(path, setting=setting, trust_remote_code=model.trust_remote_code)
     refuse_outside(setting, path, size, ids)
     if setting == "model.path":
         if ids is None:
@@ -154,11 +160,11 @@ def _refuse_other_ids(config: Config, setting: str, path: str, own: PreTrainedCo
     is_padded = ids is not None and setting != "model.reference_path" and size > max(ids.values())
     if size != needed and not (is_padded and (size > needed or setting == "teacher.path")):
         raise ConfigError(
-            f"{setting}={path} has {size} ids, model.path={config.model.path} {needed}; set {setting} to a model with "
+            f"{setting}={path} has {size} ids, model.path={model.path} {needed}; set {setting} to a model with "
             "the policy's tokenizer and vocab_size"
         )
     if ids is not None:
-        refuse_other_tokenizer(config, setting, path)
+        refuse_other_tokenizer(model, setting, path)
 
 
 def refuse_outside(setting: str, path: str, size: int, ids: Mapping[str, int] | None) -> None:

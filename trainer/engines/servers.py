@@ -51,7 +51,7 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
                 f"longrope positions, and the run with rollout.max_model_len={settings.max_model_len} the short ones; "
                 f"restart it with --max-model-len {config.engine_context}"
             )
-        if config.replays_engine and not engine.returns_routes:
+        if config.plan.replays_engine and not engine.returns_routes:
             raise ConfigError(
                 f"{engine.name} returns no routed experts; restart it with --enable-return-routed-experts, or set "
                 "correction.routing_replay=off"

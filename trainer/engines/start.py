@@ -108,11 +108,11 @@ def engine_settings(config: Config, **placed: Any) -> EngineSettings:
         "context": config.engine_context,
         "quantization": settings.quantization,
         "adapters": adapter_settings(config),
-        "return_routes": config.replays_engine,
+        "return_routes": config.plan.replays_engine,
         "batch_invariant": settings.batch_invariant,
         "seed": config.seed,
         "max_num_seqs": settings.max_num_seqs,
-        "kv_cache_gib": cache_gib(config),
+        "kv_cache_gib": cache_gib(config.rollout),
         "compile_on_cpu": settings.compile_engine,
         # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
         "weight_transfer_backend": "cuda_ipc" if torch.cuda.is_available() else "gloo",

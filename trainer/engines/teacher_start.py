@@ -39,7 +39,7 @@ def refuse_unfit_teacher(config: Config) -> None:
     """
     settings = config.teacher
     if settings.path is not None:
-        refuse_other_tokenizer(config, "teacher.path", settings.path)
+        refuse_other_tokenizer(config.model, "teacher.path", settings.path)
     if config.has_teacher and not (settings.urls or (settings.source == "policy" and config.rollout.urls)):
         path, setting = (settings.path, "teacher.path") if settings.path else (config.model.path, "model.path")
         found = read_config(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
@@ -88,7 +88,7 @@ def start_teacher(
         engine,
         distributed=distributed,
         loop=loop,
-        top_k=config.teacher_top_k,
+        top_k=config.plan.teacher_top_k,
         vocab_size=vocab_size_of(config.model.path, config),
         prompts=distributed.together(lambda: _prompts(config)),
         is_policy=source == "policy",

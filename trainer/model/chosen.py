@@ -40,7 +40,7 @@ def with_chosen(
     as in `memory_plan`. Raises `ConfigError` if a value is to be chosen and no choice fits into memory.
     """
     if config.optimizer.lr is None:
-        lr = default_lr(config, shape)
+        lr = default_lr(shape, has_adapters=config.model.lora.rank > 0)
         config = replace(config, optimizer=replace(config.optimizer, lr=lr))
         if lr != SMALL_MODEL_LR:
             what = "adapters" if config.model.lora.rank else "all weights"
@@ -55,26 +55,30 @@ def with_chosen(
     return made
 
 
-def default_lr(config: Config, shape: ModelShape) -> float:
+def default_lr(shape: ModelShape, *, has_adapters: bool) -> float:
     """Return the peak learning rate of a model of this size."""
     if shape.parameters <= SMALL_MODEL:
         return SMALL_MODEL_LR
-    return ADAPTER_LR if config.model.lora.rank else LARGE_MODEL_LR
+    return ADAPTER_LR if has_adapters else LARGE_MODEL_LR
 
 
 def first_that_fits(
     config: Config, shape: ModelShape, sharding: Sharding, *, available: int, on_gpu: bool | None = None
 ) -> Config:
-    """Return the configuration with the fastest values of `choices` with which the plan takes at most `USABLE` of the
+    """Return the configuration with the fastest of its `choices` with which the plan takes at most `USABLE` of the
     memory, or else the smallest ones.
 
     If the engine's cache takes what is left (`rollout.kv_cache_gib=null` on a GPU), it is left as much as the update
     takes. Raises `ConfigError` if the smallest ones take more than all of the memory.
     """
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    for made in choices(config, on_gpu=on_gpu):
+    given = config.model.gradient_checkpointing
+    longest = config.rollout.max_model_len
+    for tokens, is_checkpointed in choices(config.token_budget, given, longest=longest, on_gpu=on_gpu):
+        model = replace(config.model, gradient_checkpointing=is_checkpointed)
+        made = replace(config, token_budget=tokens, model=model)
         plan = memory_plan(shape, made, sharding, on_gpu=on_gpu)
-        shares = plan.engine_weights > 0 and cache_gib(made, on_gpu=on_gpu) is None and not plan.engine_sleeps
+        shares = plan.engine_weights > 0 and cache_gib(made.rollout, on_gpu=on_gpu) is None and not plan.engine_sleeps
         if plan.total + (plan.activations + plan.logits) * shares <= USABLE * available:
             return made
     problem = advice(plan, made, available=available, zero_stage=sharding.zero_stage)
@@ -88,19 +92,20 @@ def first_that_fits(
     return made
 
 
-def choices(config: Config, *, on_gpu: bool) -> Iterator[Config]:
-    """Yield the configuration with the possible values of its nulls, the fastest first.
+def choices(
+    token_budget: int | None, is_checkpointed: bool | None, *, longest: int, on_gpu: bool
+) -> Iterator[tuple[int, bool]]:
+    """Yield the possible values of `token_budget` and `model.gradient_checkpointing`, of which some are null, the
+    fastest first.
 
-    Budgets are powers of two, down to the first that holds no row of `rollout.max_model_len` tokens, because less saves
-    nothing. Checkpointing costs a third of an update; on a GPU, packs below `FULL_SPEED_TOKENS` cost more.
+    Budgets are powers of two, down to the first that holds no row of `longest` tokens, because less saves nothing.
+    Checkpointing costs a third of an update; on a GPU, packs below `FULL_SPEED_TOKENS` cost more.
     """
-    budgets = [PACK_TOKENS] if config.token_budget is None else [config.token_budget]
-    while config.token_budget is None and budgets[-1] > config.rollout.max_model_len:
+    budgets = [PACK_TOKENS] if token_budget is None else [token_budget]
+    while token_budget is None and budgets[-1] > longest:
         budgets.append(budgets[-1] // 2)
-    given = config.model.gradient_checkpointing
-    for is_checkpointed in (False, True) if given is None else (given,):
+    for checkpoints in (False, True) if is_checkpointed is None else (is_checkpointed,):
         for tokens in budgets:
-            if given is None and on_gpu and not is_checkpointed and tokens < min(FULL_SPEED_TOKENS, budgets[0]):
-                continue
-            model = replace(config.model, gradient_checkpointing=is_checkpointed)
-            yield replace(config, token_budget=tokens, model=model)
+            is_slow = on_gpu and not checkpoints and tokens < min(FULL_SPEED_TOKENS, budgets[0])
+            if is_checkpointed is not None or not is_slow:
+                yield tokens, checkpoints

@@ -168,7 +168,7 @@ class ActorCritic(nn.Module):
 
 def with_critic(policy: Policy, config: Config) -> Policy | ActorCritic:
     """Return the module to train: the policy, with the critic that the configuration asks for."""
-    if not config.has_critic:
+    if not config.plan.has_critic:
         return policy
     if config.model.critic == "shared":
         return ActorCritic.shared(policy)

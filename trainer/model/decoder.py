@@ -72,7 +72,7 @@ class DecoderSetup(TypedDict, total=False):
 
 def decoder_setup(config: Config) -> DecoderSetup:
     return {
-        "attn_implementation": config.attention,
+        "attn_implementation": config.model.attention,
         "gradient_checkpointing": config.is_checkpointed,
         "compute_dtype": config.model.dtype,
         "engine_context": config.engine_context if config.has_rollouts else None,

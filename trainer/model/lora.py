@@ -29,7 +29,7 @@ from lockstep.rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
 from lockstep.rollout.engine.protocol import BASE, POLICY
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_adapter, reason, whole_models
-from lockstep.trainer.config.groups.model_settings import LoraConfig
+from lockstep.trainer.config.groups.model_settings import LoraConfig, ModelConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.families import FAMILIES
@@ -125,14 +125,14 @@ def _load(model: PeftModel, path: str, settings: LoraConfig) -> None:
         peft.set_peft_model_state_dict(model, tensors)
 
 
-def refuse_unfit_adapters(config: Config, shapes: PreTrainedConfig) -> None:
+def refuse_unfit_adapters(settings: ModelConfig, shapes: PreTrainedConfig) -> None:
     """Raise `ConfigError` for adapters of `model.lora.path` or `model.adapters` that the policy has no layers for.
 
     shapes: config of the policy.
     """
     import peft
 
-    settings, trust = config.model, config.model.trust_remote_code
+    trust = settings.trust_remote_code
     found = {f"model.adapters.{name}": path for name, path in settings.adapters.items()}
     if not found and settings.lora.path is None:
         return
@@ -194,10 +194,12 @@ def adapter_settings(config: Config) -> AdapterSettings | None:
             "rollout.compile_engine=false, or model.lora.send=merged without model.adapters"
         )
     is_sent = lora.rank > 0 and (
-        lora.send == "adapter" or (lora.send == "auto" and not is_compiled and _can_send(config))
+        lora.send == "adapter" or (lora.send == "auto" and not is_compiled and _can_send(config.model))
     )
     if lora.rank or config.rollout.quantization is not None:
-        _refuse_what_quantized_weights_exclude(config, is_sent=is_sent)
+        _refuse_what_quantized_weights_exclude(
+            config.model, config.rollout.quantization, config.correction.mode, is_sent=is_sent
+        )
     if not is_sent and not others:
         return None
     ranks = {"model.lora.rank": lora.rank} if is_sent else {}
@@ -221,32 +223,34 @@ def adapter_settings(config: Config) -> AdapterSettings | None:
     return AdapterSettings(max_rank=max(ranks.values()), others=tuple(others.items()))
 
 
-def _refuse_what_quantized_weights_exclude(config: Config, *, is_sent: bool) -> None:
-    method = method_at(config.model.path, trust_remote_code=config.model.trust_remote_code)
+def _refuse_what_quantized_weights_exclude(
+    model: ModelConfig, quantization: str | None, correction_mode: str, *, is_sent: bool
+) -> None:
+    method = method_at(model.path, trust_remote_code=model.trust_remote_code)
     if method is None:
         return
-    if config.rollout.quantization is not None:
+    if quantization is not None:
         raise ConfigError(
-            f"rollout.quantization={config.rollout.quantization}: the weights of model.path={config.model.path} are "
+            f"rollout.quantization={quantization}: the weights of model.path={model.path} are "
             f"quantized already ({method}); set rollout.quantization=null"
         )
     if not is_sent:
         raise ConfigError(
-            f"model.lora.send={config.model.lora.send}: the engine holds the quantized weights ({method}) of "
-            f"model.path={config.model.path}, which whole weights cannot replace; set model.lora.send=adapter "
+            f"model.lora.send={model.lora.send}: the engine holds the quantized weights ({method}) of "
+            f"model.path={model.path}, which whole weights cannot replace; set model.lora.send=adapter "
             "rollout.compile_engine=false"
         )
-    if not CORRECTION_MODES[config.correction.mode].corrects_tokens:
+    if not CORRECTION_MODES[correction_mode].corrects_tokens:
         raise ConfigError(
-            f"model.path={config.model.path}: the engine rounds activations for its quantized weights ({method}), "
-            f"which correction.mode={config.correction.mode} does not correct per token; set correction=token_truncate"
+            f"model.path={model.path}: the engine rounds activations for its quantized weights ({method}), "
+            f"which correction.mode={correction_mode} does not correct per token; set correction=token_truncate"
         )
 
 
-def _can_send(config: Config) -> bool:
-    model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+def _can_send(settings: ModelConfig) -> bool:
+    model = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     kind = model.get_text_config().model_type
-    return config.model.lora.rank <= RANKS[-1] and any(
+    return settings.lora.rank <= RANKS[-1] and any(
         kind in one.model_types for one in FAMILIES if not one.merges_adapters
     )
 

@@ -10,14 +10,13 @@ process), rows and rollouts in main memory; on a GPU, Python. Accurate within a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
 
 from lockstep.rollout.engine.arguments import BATCH_TOKENS
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB
+from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB, RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
 from lockstep.trainer.model.logit_tiles import LOGITS_BUDGET_GIB, TILE_K
@@ -171,7 +170,7 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
         communication=communication,
         live_weights=compute * live,
         engine_weights=compute * shape.engine_parameters * engines,
-        kv_cache=int((cache_gib(config, on_gpu=on_gpu) or 0) * GIB) * engines,
+        kv_cache=int((cache_gib(config.rollout, on_gpu=on_gpu) or 0) * GIB) * engines,
         engine_workspace=engine_workspace_bytes(shape, requests=config.rollout.max_num_seqs, compute=compute) * engines
         if on_gpu
         else 0,
@@ -190,11 +189,10 @@ def engine_workspace_bytes(shape: ModelShape, *, requests: int, compute: int) ->
     return BATCH_TOKENS * layer + (2 * requests + SCORED_TOKENS) * shape.vocabulary * FLOAT32 + CUDA_GRAPHS
 
 
-def cache_gib(config: Config, *, on_gpu: bool | None = None) -> float | None:
+def cache_gib(rollout: RolloutConfig, *, on_gpu: bool | None = None) -> float | None:
     """Return the configured KV cache of an engine [GiB]; None: what its GPU has left. on_gpu: as in `memory_plan`."""
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    configured = config.rollout.kv_cache_gib
-    return CPU_CACHE_GIB if configured is None and not on_gpu else configured
+    return CPU_CACHE_GIB if rollout.kv_cache_gib is None and not on_gpu else rollout.kv_cache_gib
 
 
 def cache_gib_left(plan: MemoryPlan, *, available: int) -> float:
@@ -274,31 +272,26 @@ def advice(plan: MemoryPlan, config: Config, *, available: int, zero_stage: int)
     """Return what to change if the plan exceeds `available` bytes, largest saving first; None if it fits."""
     if plan.total <= available:
         return None
-    helpful = sorted(_helpful(plan, config, zero_stage), reverse=True)
+    states = plan.masters + plan.gradients + plan.optimizer
+    half_cache = plan.kv_cache / 2 / GIB / config.rollout.num_engines
+    fewer_tokens = max(config.pack_tokens // 2, config.rollout.max_model_len)
+    possible = [
+        (config.pack_tokens > config.rollout.max_model_len, plan.activations // 2, f"token_budget={fewer_tokens}"),
+        (not config.is_checkpointed, plan.activations * 3 // 4, "model.gradient_checkpointing=true"),
+        (not config.model.lora.rank, states, "model.lora.rank=16"),
+        (zero_stage < 3, (plan.weights + states) // 2, "configs/accelerate/zero3.yaml on more devices"),
+        (plan.masters > 0, states, "accelerate launch --offload_optimizer_device cpu"),
+        (plan.engine_weights > plan.total // 4, plan.engine_weights, "rollout=server on other devices"),
+        (
+            config.model.dtype == "float32",
+            (plan.activations + plan.engine_weights) // 2,
+            "model.dtype=bfloat16",
+        ),
+        (plan.kv_cache > plan.total // 4, plan.kv_cache // 2, f"rollout.kv_cache_gib={half_cache:g}"),
+    ]
+    helpful = sorted(((saved, override) for helps, saved, override in possible if helps), reverse=True)
     overrides = "; ".join(f"{override} (about -{saved / GIB:.3g} GiB)" for saved, override in helpful[:3])
     return (
         f"{plan.total / GIB:.3g} GiB are planned per rank and the device has {available / GIB:.3g}: "
         f"{overrides or 'more or larger devices are needed'}"
     )
-
-
-def _helpful(plan: MemoryPlan, config: Config, zero_stage: int) -> Iterator[tuple[int, str]]:
-    """Yield overrides with the bytes that each would save, roughly."""
-    states = plan.masters + plan.gradients + plan.optimizer
-    if config.pack_tokens > config.rollout.max_model_len:
-        yield plan.activations // 2, f"token_budget={max(config.pack_tokens // 2, config.rollout.max_model_len)}"
-    if not config.is_checkpointed:
-        yield plan.activations * 3 // 4, "model.gradient_checkpointing=true"
-    if not config.model.lora.rank:
-        yield states, "model.lora.rank=16"
-    if zero_stage < 3:
-        yield (plan.weights + states) // 2, "configs/accelerate/zero3.yaml on more devices"
-    if plan.masters:
-        yield states, "accelerate launch --offload_optimizer_device cpu"
-    if plan.engine_weights > plan.total // 4:
-        yield plan.engine_weights, "rollout=server on other devices"
-    if config.model.dtype == "float32":
-        yield (plan.activations + plan.engine_weights) // 2, "model.dtype=bfloat16"
-    if plan.kv_cache > plan.total // 4:
-        half = plan.kv_cache / 2 / GIB / config.rollout.num_engines
-        yield plan.kv_cache // 2, f"rollout.kv_cache_gib={half:g}"

@@ -122,9 +122,9 @@ def planned_shape(config: Config) -> ModelShape:
         policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
         router_coefs(policy.causal_lm.get_decoder(), config.algorithm)
         module: nn.Module = policy
-        if config.has_critic and model.critic == "shared":
+        if config.plan.has_critic and model.critic == "shared":
             module = ActorCritic.shared(policy)
-        elif config.has_critic:
+        elif config.plan.has_critic:
             path = model.critic_path or model.path
             shapes = packable_config(path, setting="model.critic_path", trust_remote_code=trust)
             decoder = AutoModel.from_config(shapes, trust_remote_code=trust)

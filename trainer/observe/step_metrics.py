@@ -75,7 +75,7 @@ def step_metrics(
     metrics = {name: value for stage in stages for name, value in stage.items()} | watch.metrics()
     if collected is None:
         return metrics | throughput(metrics, sum(rows.layout.num_tokens for rows in given.values()))
-    metrics |= credit | rollout_metrics(collected, batch)
+    metrics |= {**credit, **rollout_metrics(collected, batch)}
     if settings.mode != "none" and batch.layout.num_tokens:
         metrics |= mismatch_metrics(
             trained_N,

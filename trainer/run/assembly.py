@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.rewards.composition import RewardSet
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import SyncedEngine
+from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
@@ -102,7 +103,7 @@ def assemble(
     """
     has_rollouts = config.has_rollouts
     if has_rollouts:
-        refuse_dense(config)
+        refuse_dense(config.model, config.correction.routing_replay)
     if config.has_teacher:
         from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher  # other runs do not load it
 
@@ -143,15 +144,17 @@ def assemble(
         )
         if config.evaluates:
             evaluate = _rollouts_evaluation(config, distributed, heldout, collection, recovery, chat)
-        for sentence in overlap_warnings(config, prompts.sets, heldout) if heldout else ():
-            console.warn(sentence)
+        if heldout:
+            reader = PromptReader(column=config.environment.settings.get("prompt_column"))
+            for sentence in overlap_warnings(prompts.sets, heldout, reader, evaluated=config.eval.prompts):
+                console.warn(sentence)
     trainer = Trainer(
         config,
         distributed=distributed,
         updater=updater,
         rollouts=collection.rollouts if collection else None,
         reference=make_reference(config, distributed, trained.module) if has_rollouts else None,
-        teacher=teacher if config.teaches_rollouts else None,
+        teacher=teacher if config.plan.teaches_rollouts else None,
         averaged=averaged,
         sync=sync,
         recovery=recovery,
@@ -336,7 +339,7 @@ def _load_trained(
             f"{names} of the model's config: what it computes beyond is not checked"
         )
     passed = ["the head", "rows of a pack apart from each other"]
-    updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.has_critic)
+    updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.plan.has_critic)
     if not marked_layers(policy):
         console.warn(
             f"transformers marks no layers of {type(policy.causal_lm).__name__}: none is compared with its computation "
@@ -442,9 +445,9 @@ def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed
 
 def show_scale(shape: ModelShape, config: Config, console: RunConsole) -> None:
     """Print the disk space that a large model needs, and settings that are unusual for one."""
-    for sentence in disk_notes(config, shape):
+    for sentence in disk_notes(shape, config.checkpoint, optimizer=config.optimizer.name, updates=config.updates):
         console.say(sentence)
-    for sentence in size_warnings(config, shape):
+    for sentence in size_warnings(shape, config.optimizer, has_adapters=config.model.lora.rank > 0):
         console.warn(sentence)
 
 

@@ -41,14 +41,14 @@ def provenance() -> dict[str, Any]:
 def with_hashes(config: Config, distributed: Distributed) -> Config:
     """Return the settings with the SHA-256 of a user's loss and advantage, so that checkpoints and replays know it; a
     collective. Raises `ConfigError` on all ranks if a rank has another file."""
-    found = hashes(config)
+    found = hashes(config.algorithm)
     expected = distributed.broadcast(found)
 
     def compare() -> None:
         if found != expected:
+            files = " or ".join(code_of_objective(config.algorithm))
             raise ConfigError(
-                f"rank {distributed.rank} has another file than rank 0 of {' or '.join(code_of_objective(config))}; "
-                "copy the same files to every machine"
+                f"rank {distributed.rank} has another file than rank 0 of {files}; copy the same files to every machine"
             )
 
     distributed.together(compare)

@@ -50,7 +50,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
         distributed.together(lambda: refuse_unfit_models(config, console.say))
         config = with_hashes(choose(config, distributed, console), distributed)
-        start, skipped = select(config, distributed)
+        start, skipped = select(config.resume, Path(config.run_root) / str(config.run_name), distributed)
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
@@ -61,9 +61,9 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
                 console.say(f"resume=auto: no checkpoint in {directory.checkpoints}, so the run begins at update 0")
             if user_code := code_of_files(config):
                 console.say(f"code of your files, run with your rights: {', '.join(user_code)}")
-            for name in unisolated_settings(config):
+            for name in unisolated_settings(config.environment, config.reward):
                 console.warn(f"programs of the model run with your rights ({name}=true)")
-            for sentence in algorithm_warnings(config):
+            for sentence in algorithm_warnings(config.algorithm, config.correction):
                 console.warn(sentence)
             life = Life(config, distributed, directory, console)
             torch.manual_seed(config.seed)

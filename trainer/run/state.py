@@ -137,7 +137,7 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
     elif is_adapted(policy.model):
         save_merged(policy.model, directory.model, distributed)
     else:
-        prefix = "policy.model." if config.has_critic else "model."
+        prefix = "policy.model." if config.plan.has_critic else "model."
         distributed.save_pretrained(directory.model, prefix=prefix)
     trained = distributed.unwrapped
     has_saved_critic = isinstance(trained, ActorCritic) and save_critic(trained, directory.critic, distributed)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.rollout.errors import TrainingError
 from lockstep.trainer.batch.step_batch import StepBatch
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.credit.old_policy import FromUpdate, Recomputed
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.objective.declare import PolicyLoss
@@ -25,10 +25,10 @@ from lockstep.trainer.score.scorer import Scorer
 class ConfiguredLoss:
     """A policy loss with its settings."""
 
-    def __init__(self, loss: PolicyLoss, config: Config) -> None:
-        self._name, self._seed = config.algorithm.loss, config.seed
-        self.function: Callable[[LossInputs], LossOutputs] = loss.configured(config.algorithm)
-        self._whole_step = loss.whole_step(config.algorithm)
+    def __init__(self, loss: PolicyLoss, algorithm: AlgorithmConfig, *, seed: int) -> None:
+        self._name, self._seed = algorithm.loss, seed
+        self.function: Callable[[LossInputs], LossOutputs] = loss.configured(algorithm)
+        self._whole_step = loss.whole_step(algorithm)
         self._needs_entropy, self._has_ratio_alone = loss.needs_entropy, loss.step_values is None
 
     def step_values(

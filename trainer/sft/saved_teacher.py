@@ -48,7 +48,7 @@ class SavedTeacher:
         Raises `DataError` for rows without scores, and files that cannot be read, have too few tokens, values that no
         scores have, or tokens that the student lacks.
         """
-        top_k = config.teacher_top_k
+        top_k = config.plan.teacher_top_k
         if sets is None:
             return cls(distributed, (), top_k=top_k)
         paths = [path for one in config.demonstration_sets().values() for path in rollout_files(one.path)]

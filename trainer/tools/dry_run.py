@@ -98,7 +98,7 @@ def _show(config: Config) -> None:
         refuse_unfit_models(config, run_console.say)
         chat = make_chat(config)
         if config.has_rollouts:
-            refuse_dense(config)
+            refuse_dense(config.model, config.correction.routing_replay)
             check_engine(config)
         refuse_unfit_teacher(config)
         config = choose(config, distributed, run_console)
@@ -143,10 +143,10 @@ def _show(config: Config) -> None:
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
     launcher = program("python") if distributed.world_size == 1 else f"{program('accelerate')} launch ..."
     console.print(Rule(style="dim"))
-    for warning in (*unrewarded_answers(rollouts), *unknown_names(config, rollouts)):
+    for warning in (*unrewarded_answers(rollouts), *unknown_names(config.teacher.context or "", rollouts)):
         run_console.warn(warning)
     problems = [] if too_large is None else [f"the run does not fit into memory: {too_large}"]
-    if problems := [*problems, *untrainable(config, rollouts)]:
+    if problems := [*problems, *untrainable(config.reward.functions, rollouts)]:
         raise ConfigError("\n".join(problems))
     console.print("All checks passed. To start the run, leave dry_run out:", style="bold")
     console.print(f"{launcher} {shlex.quote(sys.argv[0])} {overrides}", markup=False, soft_wrap=True)
@@ -158,7 +158,7 @@ def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:
     batch = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens = batch * min(config.max_turns * rollout.max_tokens_per_turn, rollout.max_model_len)
     extra = algorithm.max_refills * batch if algorithm.dynamic_sampling else 0
-    extra += rollout.prompts_per_step if config.needs_greedy else 0
+    extra += rollout.prompts_per_step if config.plan.needs_greedy else 0
     updates_per_step = algorithm.epochs * algorithm.minibatches
     steps = math.ceil(config.updates / updates_per_step)
     taken = rollout.prompts_per_step * steps
@@ -247,7 +247,7 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
     if slow := sorted(SLOW_REWARDS.intersection(config.reward.functions)):
         notes.append(f"Rewards are left out, because {', '.join(slow)} would load weights or call another machine.")
         return rollouts, notes
-    if scores_groups_alone(config):
+    if scores_groups_alone(config.reward.functions):
         notes.append(
             f"Rewards are left out, because {', '.join(config.reward.functions)} would compare rollouts of one row."
         )
@@ -265,10 +265,10 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
         rewards.close()
 
 
-def untrainable(config: Config, rollouts: Sequence[Rollout]) -> list[str]:
+def untrainable(functions: Sequence[str], rollouts: Sequence[Rollout]) -> list[str]:
     """Return a sentence per rollout that the run would drop, with the line of the user's code and of the data."""
     # Alone in its group, a rollout may have no reward of a function that compares.
-    allowed = {None, Cause.UNSCORED} if group_wise_rewards(config) else {None}
+    allowed = {None, Cause.UNSCORED} if group_wise_rewards(functions) else {None}
     dropped = [rollout for rollout in rollouts if rollout.dropped_by not in allowed]
     return [
         f"a row shown above cannot be trained: {at_row(rollout.error or NOTHING_SAMPLED, rollout.example)}"
@@ -289,12 +289,12 @@ def unrewarded_answers(rollouts: Sequence[Rollout]) -> list[str]:
     ]
 
 
-def unknown_names(config: Config, rollouts: Sequence[Rollout]) -> list[str]:
+def unknown_names(context: str, rollouts: Sequence[Rollout]) -> list[str]:
     """Return a sentence per name of teacher.context that the rollouts lack. An environment may report it later."""
     known = {SOLUTION, *(name for one in rollouts for name in (*one.example, *one.outcome))}
     return [
         f"teacher.context names {{{name}}}, which these rows lack; expected names of {', '.join(sorted(known))}"
-        for name in dict.fromkeys(FIELD.findall(config.teacher.context or ""))
+        for name in dict.fromkeys(FIELD.findall(context))
         if name not in known
     ]
 

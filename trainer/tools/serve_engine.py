@@ -10,6 +10,7 @@ import sys
 import torch
 
 from lockstep.rollout.engine.arguments import engine_arguments, engine_variables
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from lockstep.rollout.errors import ConfigError, SyncError
 from lockstep.rollout.server.guard import KEY_ENV
@@ -63,7 +64,7 @@ def command(config: Config) -> list[str]:
     return [*arguments, *config.server.vllm_args]
 
 
-def environment(config: Config) -> dict[str, str]:
+def environment(engine: EngineSettings) -> dict[str, str]:
     """Return the environment variables of the server, without its key."""
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weight and version routes
@@ -72,17 +73,17 @@ def environment(config: Config) -> dict[str, str]:
         CHILD_ENV: "1",  # its processes end with it
     }
     is_cpu = not torch.cuda.is_available()
-    variables |= engine_variables(engine_settings(config), is_cpu=is_cpu)
+    variables |= engine_variables(engine, is_cpu=is_cpu)
     if is_cpu:
         # One process and one import of vLLM less; no compilation of single functions at the first request.
-        is_eager = not config.rollout.compile_engine
+        is_eager = not engine.compile_on_cpu
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": str(int(is_eager))}
     return variables
 
 
 def shell_line(config: Config) -> str:
     """Return environment and command as one line for a shell, without secrets: for the key the name of its variable."""
-    variables = environment(config)
+    variables = environment(engine_settings(config))
     if config.rollout.api_key_env is not None:
         variables[KEY_ENV] = f"${config.rollout.api_key_env}"
     return " ".join(
@@ -112,4 +113,4 @@ def run(config: Config) -> None:
     key = engine_key(config.rollout.api_key_env)
     print(shell_line(config), flush=True)
     secret = {} if key is None else {KEY_ENV: key}
-    os.execve(sys.executable, command(config), {**os.environ, **environment(config), **secret})
+    os.execve(sys.executable, command(config), {**os.environ, **environment(engine_settings(config)), **secret})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.rollout.errors import TrainingError
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.batch.step_batch import StepBatch
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.model.layers.router_outputs import RouterOutput, RouterOutputs, router_coefs
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.objective.load_balance import expert_load, fractions
@@ -24,14 +24,17 @@ from lockstep.trainer.score.scorer import Scorer
 class Routers:
     """Routers of the trained module, with the settings of their losses."""
 
-    def __init__(self, module: nn.Module, scorer: Scorer, config: Config) -> None:
-        """module: from `Distributed.prepare`. Raises `ConfigError` for settings that need a mixture of experts."""
+    def __init__(self, module: nn.Module, scorer: Scorer, algorithm: AlgorithmConfig, *, replays: bool) -> None:
+        """module: from `Distributed.prepare`. replays: True if rows may carry experts to compute with.
+
+        Raises `ConfigError` for settings that need a mixture of experts.
+        """
         self._scorer = scorer
         policy = next((part for part in module.modules() if isinstance(part, Policy)), None)
-        self.replayed = policy.routing if policy and config.correction.routing_replay != "off" else None
+        self.replayed = policy.routing if policy and replays else None
         decoder = policy.causal_lm.get_decoder() if policy else None
         self.outputs = RouterOutputs(decoder) if decoder else None
-        self.aux_coef, self.z_coef = router_coefs(decoder, config.algorithm) if decoder else (0.0, 0.0)
+        self.aux_coef, self.z_coef = router_coefs(decoder, algorithm) if decoder else (0.0, 0.0)
 
     @contextmanager
     def recorded(self) -> Iterator[list[RouterOutput]]:

@@ -75,6 +75,7 @@ class Updater:
         self._module = module
         self._distributed = distributed
         self._config = config
+        self._plan = config.plan
         self.scorer = Scorer(
             module,
             distributed,
@@ -82,8 +83,8 @@ class Updater:
             token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
         )
-        self._routers = Routers(module, self.scorer, config)
-        self.loss = ConfiguredLoss(policy_loss_named(config.algorithm.loss), config)
+        self._routers = Routers(module, self.scorer, config.algorithm, replays=self._plan.replays)
+        self.loss = ConfiguredLoss(policy_loss_named(config.algorithm.loss), config.algorithm, seed=config.seed)
         self.given = given
         self.num_updates = 0
         """Number of optimizer steps done; the version of the weights."""
@@ -91,7 +92,7 @@ class Updater:
         """Controller of the entropy bonus, the same on every rank."""
         self.guard = UpdateGuard(config.optimizer)
         self._stepper = OptimizerStep(
-            module, distributed, self.scorer, routers=self._routers, guard=self.guard, has_critic=config.has_critic
+            module, distributed, self.scorer, routers=self._routers, guard=self.guard, has_critic=self._plan.has_critic
         )
         self.dump: Callable[[Attempt, StepBatch | None, Targets | None, Mapping[str, StepBatch]], object] = (
             lambda *batch: None
@@ -145,8 +146,8 @@ class Updater:
 
         Raises `TrainingError` on all ranks after too many skipped steps in a row.
         """
-        critic_only = self._config.trains_critic_alone(self.num_updates)
-        if self._config.ends_warmup(self.num_updates):
+        critic_only = self._plan.trains_critic_alone(self.num_updates)
+        if self._plan.ends_warmup(self.num_updates):
             self.guard.forget_norms()  # norms of the critic alone say nothing about those of both
         routers = self._routers if minibatch is None else None
         token_sets = [] if minibatch is None else [self._on_rollouts(minibatch)]
@@ -172,7 +173,7 @@ class Updater:
     def _draw(self, stage: Callable[[str], AbstractContextManager[None]]) -> dict[str, StepBatch]:
         """Return the next rows of other components; none while the critic trains alone, because they train the
         policy."""
-        if self._config.trains_critic_alone(self.num_updates):
+        if self._plan.trains_critic_alone(self.num_updates):
             return {}
         return {one.name: one.draw(stage) for one in self.given}
 
@@ -180,7 +181,9 @@ class Updater:
         batch, targets = minibatch.batch, minibatch.targets
         rows = np.flatnonzero(np.isin(batch.layout.rollout_index, minibatch.rollouts)).tolist()
         step = RolloutStep(
-            config=self._config,
+            algorithm=self._config.algorithm,
+            horizon=self._config.horizon,
+            trains_critic_alone=self._plan.trains_critic_alone(self.num_updates),
             loss=self.loss,
             scorer=self.scorer,
             routers=self._routers,

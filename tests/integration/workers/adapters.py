@@ -46,7 +46,7 @@ def main(model_dir: str, out_dir: str, dtype: str) -> None:
     scored_N = updater.scorer.score(batch)
     old = Recomputed(scored_N)
     correction = StepCorrection.of(batch, old, config.correction)
-    targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config)
+    targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config.algorithm)
     updater.update(batch, targets)
     assert isinstance(policy.model, PeftModel)
     save_merged(policy.model, Path(out_dir) / "model", distributed)

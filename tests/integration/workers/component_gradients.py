@@ -90,7 +90,7 @@ def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     batch = StepBatch.of([] if "alone" in flags else fixed_rollouts(), mask_truncated=False)
     old = Recomputed(updater.scorer.score(batch))
     correction = StepCorrection.of(batch, old, CorrectionConfig(mode="token_truncate"))
-    targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config)
+    targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config.algorithm)
     metrics = dict(updater.update(batch, targets).metrics)
     result = dict(distributed.gradients)
     result |= {f"metrics/{name}": np.array(value) for name, value in metrics.items() if name.startswith("loss/")}

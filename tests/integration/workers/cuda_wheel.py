@@ -268,12 +268,13 @@ def vllm_knows_the_environment_variables_that_engines_get(directory: Path) -> No
 
     from lockstep.rollout.engine.embedded import _environment_variables
     from lockstep.rollout.engine.engine_settings import EngineSettings
+    from lockstep.trainer.engines.start import engine_settings
     from lockstep.trainer.tools import serve_engine
 
     with pretended_gpu():
         variables = {
             **_environment_variables(EngineSettings(model=directory, local_place=(0, 1)), is_cpu=False),
-            **serve_engine.environment(gpu_config(directory)),
+            **serve_engine.environment(engine_settings(gpu_config(directory))),
             "VLLM_LOGGING_CONFIG_PATH": "",
         }
     unknown = {name for name in variables if name.startswith("VLLM_")} - set(envs.environment_variables)

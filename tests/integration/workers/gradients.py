@@ -170,7 +170,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
         batch = sampled_with(sampled, (old + 0.15 * noise[2]).numpy()) if is_measured else sampled
         logprobs = Logprobs(old=Recomputed(old), ref_N=scored + 0.2 * noise[1])
         correction = StepCorrection.of(batch, logprobs.old, CorrectionConfig(mode="token_truncate"))
-        targets, _ = rollout_targets(batch, logprobs, correction, config)
+        targets, _ = rollout_targets(batch, logprobs, correction, config.algorithm)
         if algorithm.teacher_divergence == "off":
             assert targets.advantages_N.abs().min() > 0, "a token without an advantage proves nothing of the loss"
         # `old` is not of the weights before this update, so losses per sequence need the ratio of a pass of their own.

@@ -56,7 +56,7 @@ def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     old_N = scored_N + 0.15 * noise[0]
     logprobs = Logprobs(old=Recomputed(old_N), ref_N=scored_N + 0.2 * noise[1])
     correction = StepCorrection.of(batch, logprobs.old, CorrectionConfig(mode="token_truncate"))
-    targets, _ = rollout_targets(batch, logprobs, correction, config)
+    targets, _ = rollout_targets(batch, logprobs, correction, config.algorithm)
     updater.update(batch, replace(targets, old=FromEngine(old_N)))
     result = {
         "own": own_N.numpy(),

@@ -57,7 +57,9 @@ def main(model_dir: str, directory: str) -> None:
     updater = Updater(module, distributed, config)
     batch = StepBatch.of(fixed_rollouts(), mask_truncated=False)
     old = Recomputed(updater.scorer.score(batch))
-    targets, _ = rollout_targets(batch, Logprobs(old=old), StepCorrection.of(batch, old, config.correction), config)
+    targets, _ = rollout_targets(
+        batch, Logprobs(old=old), StepCorrection.of(batch, old, config.correction), config.algorithm
+    )
     plain_loss = updater.loss.function
 
     def update(*, loss_factor: float = 1.0, gradient_factor: float = 1.0) -> Mapping[str, float]:

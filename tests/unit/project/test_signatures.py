@@ -1,4 +1,4 @@
-"""No function of the library has more than ten arguments. Dataclasses are records, not functions."""
+"""No function of the library has more than ten arguments, and few take all settings. Dataclasses are records."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tests.fixtures.paths import ROOT
 
 FOLDERS = ("trainer", "rollout", "rewards", "lab", "demo", "integrations")
 MOST = 10
+MOST_CONFIGS = 128
+"""Parameters and fields that are the whole `Config`; others take a section, or the values that they use."""
 
 
 def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -28,6 +30,21 @@ def named_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def long_signatures(source: str) -> list[str]:
     return [one.name for one in functions(source) if named_arguments(one) > MOST]
+
+
+def configs(source: str) -> int:
+    """Count the parameters and fields that are annotated as `Config`."""
+    nodes = list(ast.walk(ast.parse(source)))
+    fields = [
+        one for node in nodes if isinstance(node, ast.ClassDef) for one in node.body if isinstance(one, ast.AnnAssign)
+    ]
+    annotated = [*(node for node in nodes if isinstance(node, ast.arg)), *fields]
+    return sum(
+        isinstance(name, ast.Name) and name.id == "Config"
+        for one in annotated
+        if one.annotation is not None
+        for name in ast.walk(one.annotation)
+    )
 
 
 def test_no_function_takes_more_than_ten_arguments() -> None:
@@ -51,3 +68,21 @@ def test_no_function_takes_more_than_ten_arguments() -> None:
 )
 def test_arguments_are_counted_by_name(source: str, names: list[str]) -> None:
     assert long_signatures(source) == names
+
+
+def test_few_functions_and_records_take_all_settings() -> None:
+    paths = [path for folder in (*FOLDERS, "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = {str(path.relative_to(ROOT)): count for path in paths if (count := configs(path.read_text()))}
+    assert sum(found.values()) <= MOST_CONFIGS, "take the sections or values of the settings that are used"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("def f(config: Config, *, other: Config | None = None, model: ModelConfig): ...", 2),
+        ("class C:\n    config: Config\n    made: Callable[[Config], None]\n    def f(self, one: 'int'): ...", 2),
+        ("config: Config = Config()\ndef f(config) -> Config: ...", 0),
+    ],
+)
+def test_settings_are_counted_by_annotation(source: str, count: int) -> None:
+    assert configs(source) == count

@@ -47,7 +47,7 @@ def test_prepared_heldout_data_is_left_out_with_other_training_data() -> None:
         (["data=real", "data.path=my.jsonl"], None),
     ):
         config = composed(*words)
-        drop_prepared_heldout(config, words)
+        drop_prepared_heldout(config.data, words)
         assert config.data.heldout_path == expected, words
 
 

@@ -106,7 +106,7 @@ ACCEPTED = (
 
 def checked(words: list[str]) -> Config:
     config = composed(*words)
-    drop_prepared_heldout(config, words)
+    drop_prepared_heldout(config.data, words)
     refuse_demo_parts(config, words)
     return config
 
@@ -169,7 +169,7 @@ def test_settings_of_an_own_reward_that_are_no_mapping_are_refused(given: str, t
     words = ["experiment=demo", f"reward.functions=[{tmp_path}/my.py:f]", f"reward.settings.f={given}"]
     assert any(
         "is not a mapping of settings; set reward.settings.f.<name>" in p
-        for p in reward_name_problems(composed(*words))
+        for p in reward_name_problems(composed(*words).reward)
     )
 
 

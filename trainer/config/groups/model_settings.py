@@ -77,3 +77,8 @@ class ModelConfig:
         "model in one engine",
         when=SERVED_ADAPTERS,
     )
+
+    @property
+    def attention(self) -> str:
+        """attn_implementation with auto resolved."""
+        return "packed_rows" if self.attn_implementation == "auto" else self.attn_implementation

@@ -33,7 +33,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.rollout.errors import ConfigError, TrainingError
 from lockstep.trainer.batch.packing import NO_ROUTE, PackedBatch
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.model.decoder import packable_config
 from lockstep.trainer.model.layers.experts import EXPERTS
 
@@ -51,20 +51,19 @@ def num_experts(config: PreTrainedConfig) -> int:
     return next((int(text[name]) for name in NUM_EXPERTS if text.get(name)), 0)
 
 
-def refuse_dense(config: Config) -> None:
-    """Raise `ConfigError` if routes shall be replayed in a model without routers."""
-    path, replay = config.model.path, config.correction.routing_replay
+def refuse_dense(model: ModelConfig, replay: str) -> None:
+    """Raise `ConfigError` if routes shall be replayed in a model without routers. replay: the setting."""
     if replay != "off" and not num_experts(
         packable_config(
-            path,
+            model.path,
             setting="model.path",
-            trust_remote_code=config.model.trust_remote_code,
-            has_adapters=config.model.lora.rank > 0,
+            trust_remote_code=model.trust_remote_code,
+            has_adapters=model.lora.rank > 0,
         )
     ):
         raise ConfigError(
-            f"correction.routing_replay={replay} needs a mixture of experts, but model.path={path} is a dense model; "
-            "set correction.routing_replay=off"
+            f"correction.routing_replay={replay} needs a mixture of experts, but model.path={model.path} is a dense "
+            "model; set correction.routing_replay=off"
         )
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.batch.step_batch import StepBatch
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.layers.router_outputs import RouterOutput
 from lockstep.trainer.objective.loss_normalization import StepCounts, loss_coefficients, normalized_loss
@@ -155,7 +155,11 @@ Sums = Mapping[Reporter, Mapping[str, Tensor]]
 class RolloutStep:
     """The part of an optimizer step that is on rollouts."""
 
-    config: Config
+    algorithm: AlgorithmConfig
+    horizon: int
+    """Maximum completion length [tokens]."""
+    trains_critic_alone: bool = False
+    """True if the step leaves the policy as it is."""
     loss: ConfiguredLoss
     scorer: Scorer
     routers: Routers
@@ -197,9 +201,9 @@ class RolloutStep:
         counts = StepCounts(
             num_rollouts=len(self.rollouts),
             num_tokens=self.num_tokens,
-            max_completion_length=self.config.horizon,
+            max_completion_length=self.horizon,
         )
-        name, tokens_S = self.config.algorithm.normalizer, self.tokens_S.to(rollout_T.device)
+        name, tokens_S = self.algorithm.normalizer, self.tokens_S.to(rollout_T.device)
         return normalized_loss(loss_T, loss_coefficients(name, rollout_T, tokens_S, counts, dtype=loss_T.dtype))
 
 

@@ -13,6 +13,6 @@ def entropy_component(step: RolloutStep) -> Term:
         names = ("policy/entropy", "ppo/policy/entropy") if step.targets.credit else ("policy/entropy",)
         return Share(loss_T=outputs.entropy_T, sums=dict.fromkeys(names, total))
 
-    is_adaptive = step.config.algorithm.entropy_target is not None
+    is_adaptive = step.algorithm.entropy_target is not None
     constants = {"policy/entropy_coef": step.entropy_coef} if is_adaptive else {}
     return step.term("entropy", share, weight=-step.entropy_coef, more_metrics=lambda totals: constants)

@@ -8,7 +8,7 @@ from lockstep.trainer.update.components.component import Outputs, RolloutStep, S
 
 def kl_component(step: RolloutStep) -> Term | None:
     """Return the term of an optimizer step; None without a reference, or with the penalty in the reward."""
-    algorithm, targets = step.config.algorithm, step.targets
+    algorithm, targets = step.algorithm, step.targets
     if (ref_logp_N := targets.ref_logp_N) is None or algorithm.kl_place != "loss":
         return None
 

@@ -30,6 +30,6 @@ ON_ROLLOUTS: dict[str, Callable[[RolloutStep], Term | None]] = {
 def rollout_terms(step: RolloutStep) -> list[Term]:
     """Return the terms of an optimizer step; a collective. While the critic trains alone, the others are measured."""
     terms = [term for component in ON_ROLLOUTS.values() if (term := component(step)) is not None]
-    if step.config.trains_critic_alone(step.update):
+    if step.trains_critic_alone:
         return [term if term.name == "value" else replace(term, weight=0.0) for term in terms]
     return terms

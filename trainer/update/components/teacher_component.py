@@ -23,7 +23,7 @@ from lockstep.trainer.update.components.component import Outputs, RolloutStep, S
 
 def teacher_component(step: RolloutStep) -> Term | None:
     """Return the term of an optimizer step; None without a divergence."""
-    algorithm = step.config.algorithm
+    algorithm = step.algorithm
     if (kind := algorithm.teacher_divergence) == "off":
         return None
     weight, beta = algorithm.teacher_divergence_coef, algorithm.teacher_divergence_beta

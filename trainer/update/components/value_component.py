@@ -8,7 +8,7 @@ from lockstep.trainer.update.components.component import Outputs, RolloutStep, S
 
 def value_component(step: RolloutStep) -> Term | None:
     """Return the term of an optimizer step; None without a critic."""
-    algorithm, credit, returns_N = step.config.algorithm, step.targets.credit, step.targets.returns_N
+    algorithm, credit, returns_N = step.algorithm, step.targets.credit, step.targets.returns_N
     if credit is None or returns_N is None:
         return None
 

@@ -170,7 +170,7 @@ def test_the_names_of_tasks_experiments_and_make_targets_are_the_same() -> None:
 def test_the_names_of_methods_change_a_real_run_by_one_override() -> None:
     assert composed("experiment=real", "method=lora").model.lora.rank > 0
     assert composed("experiment=real", "method=lora").optimizer.lr >= 5 * composed("experiment=real").optimizer.lr
-    assert composed("experiment=real", "method=ppo").has_critic
+    assert composed("experiment=real", "method=ppo").plan.has_critic
     assert composed("experiment=real", "method=ppo", "optimizer.lr=1e-6").optimizer.lr == 1e-6
 
 

@@ -23,7 +23,6 @@ from lockstep.lab.losses.toy_update import (
 )
 from lockstep.trainer.batch.assignment import plan
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.objective.advantages import ADVANTAGES
 from lockstep.trainer.objective.losses import POLICY_LOSSES
@@ -71,7 +70,7 @@ def test_an_unbounded_ratio_is_seen_at_extreme_log_ratios() -> None:
 
 
 def test_the_step_has_branches_rejected_tokens_and_weights() -> None:
-    batch, usual, extreme = toy_step(Policy(tiny_model()), Config(algorithm=AlgorithmConfig(kl_coef=0.1)))
+    batch, usual, extreme = toy_step(Policy(tiny_model()), AlgorithmConfig(kl_coef=0.1))
     rollouts, counts = np.unique(batch.layout.rollout_index, return_counts=True)
     assert len(set(map(len, batch.rows))) > 4
     assert rollouts[counts > 1].tolist() == [1, 3]
@@ -83,7 +82,7 @@ def test_the_step_has_branches_rejected_tokens_and_weights() -> None:
 
 def test_budgets_make_the_microbatches_of_the_divisions_and_put_branches_on_different_ranks() -> None:
     policy = Policy(tiny_model())
-    batch, *_ = toy_step(policy, Config())
+    batch, *_ = toy_step(policy, AlgorithmConfig())
     lengths = [len(row) for row in batch.rows]
     for division in (one for one in DIVISIONS if not one.shares_prefixes):
         distributed = FakeRank(policy, world_size=division.ranks)

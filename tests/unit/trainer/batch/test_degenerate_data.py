@@ -27,7 +27,7 @@ def update(policy: Policy, batch: StepBatch) -> tuple[dict[str, float], torch.Te
     updater = Updater(policy, distributed, made)
     logprobs = Logprobs(old=Recomputed(updater.scorer.score(batch)))
     correction = StepCorrection.of(batch, logprobs.old, made.correction)
-    targets, metrics = rollout_targets(batch, logprobs, correction, made)
+    targets, metrics = rollout_targets(batch, logprobs, correction, made.algorithm)
     updated = updater.update(batch, targets)
     return {**metrics, **updated.metrics}, distributed.gradient, updater.num_updates
 

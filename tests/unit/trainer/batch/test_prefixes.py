@@ -182,13 +182,13 @@ def gradient(module: Any, batch: StepBatch, config: Config) -> tuple[torch.Tenso
     logprobs = Logprobs(
         old=Recomputed(base_N + 0.5 * noise[0]),
         ref_N=base_N + 0.2 * noise[1],
-        values_N=0.3 * noise[2] if config.has_critic else None,
+        values_N=0.3 * noise[2] if config.plan.has_critic else None,
     )
     correction = StepCorrection.of(batch, logprobs.old, config.correction)
-    if config.has_critic:
+    if config.plan.has_critic:
         targets = critic_targets(batch, logprobs, correction, config.algorithm, kl_coef=0.1).targets
     else:
-        targets = rollout_targets(batch, logprobs, correction, config)[0]
+        targets = rollout_targets(batch, logprobs, correction, config.algorithm)[0]
     updated = updater.update(batch, targets)
     return distributed.gradient, dict(updated.metrics)
 

@@ -12,7 +12,8 @@ from tests.fixtures.composed import demo as composed
 
 
 def warnings(*overrides: str) -> list[str]:
-    return list(algorithm_warnings(composed(*overrides)))
+    config = composed(*overrides)
+    return list(algorithm_warnings(config.algorithm, config.correction))
 
 
 CONFLICTS = {

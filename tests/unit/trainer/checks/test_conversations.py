@@ -176,4 +176,4 @@ def test_a_teacher_of_the_demonstrations_leaves_rollouts_to_rewards() -> None:
     made.rollout.temperature = 0.7
     assert not list(algorithm_problems(made))
     assert made.has_teacher
-    assert not made.teaches_rollouts
+    assert not made.plan.teaches_rollouts

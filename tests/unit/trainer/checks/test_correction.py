@@ -8,10 +8,14 @@ from lockstep.trainer.checks.correction import asynchrony_problems, correction_p
 from lockstep.trainer.config.schema import Config
 
 
+def of(config: Config) -> list[str]:
+    return list(correction_problems(config.correction, config.algorithm, config.model))
+
+
 def problems(mode: str, low: float, high: float) -> list[str]:
     config = Config()
     config.correction.mode, config.correction.low, config.correction.high = mode, low, high
-    return list(correction_problems(config))
+    return of(config)
 
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_mask", "sequence_product_mask"])
@@ -34,7 +38,7 @@ def replay_problems(replay: str, **changes: object) -> list[str]:
     for name, value in changes.items():
         section, setting = name.split("__")
         setattr(getattr(config, section), setting, value)
-    return list(correction_problems(config))
+    return of(config)
 
 
 def test_routes_are_replayed_only_where_that_works() -> None:
@@ -56,16 +60,16 @@ def test_routes_are_replayed_only_where_that_works() -> None:
 def test_weights_are_refused_where_the_ratio_of_the_loss_takes_their_place(loss: str) -> None:
     config = Config()
     config.algorithm.loss = loss
-    assert list(correction_problems(config)) == []
+    assert of(config) == []
     config.correction.mode, config.correction.high = "token_mask", 3.0
-    first, second = correction_problems(config)
+    first, second = of(config)
     assert f"correction.mode=token_mask has no effect with algorithm.loss={loss}" in first
     assert "set correction.mode=token_truncate, or algorithm.loss=ppo_clip" in first
     assert "set correction.high=2.0" in second
     config.correction.mode = "off"
-    assert list(correction_problems(config)) == []
+    assert of(config) == []
     config.algorithm.loss, config.correction.mode = "opsm", "token_mask"
-    assert list(correction_problems(config)) == []
+    assert of(config) == []
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_prompts_are_measured_where_some_environment_reads_them(name: str, parts
     config.data.max_prompt_tokens, config.environment.name = 9, name
     if parts is not None:
         config.environment.settings = {"environments": {part: {} for part in parts}}
-    problems = [problem for problem in data_problems(config) if "max_prompt_tokens" in problem]
-    assert len(problems) == is_refused
+    problems = data_problems(config.data, config.eval.sets, config.environment)
+    assert sum("max_prompt_tokens" in problem for problem in problems) == is_refused
 
 
 def test_held_out_data_of_an_environment_that_has_none_is_refused():

@@ -10,6 +10,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.sandbox import sandbox
 from lockstep.trainer.checks.names import environment_problems, reward_name_problems, sandbox_problems
 from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import runs_unisolated, unisolated_settings
 from tests.fixtures.composed import demo as composed
 
@@ -17,18 +18,26 @@ CODE = "reward.functions=[code_tests]"
 UNSAFE = "+reward.settings.code_tests.unsafe=true"
 
 
+def lacks(config: Config) -> list[str]:
+    return list(sandbox_problems(config.environment, config.reward))
+
+
+def unisolated(config: Config) -> list[str]:
+    return unisolated_settings(config.environment, config.reward)
+
+
 def test_a_system_that_cannot_isolate_programs_is_refused_at_the_start(monkeypatch):
     monkeypatch.setattr(sandbox, "isolation_problem", lambda: "no namespaces here")
-    assert list(sandbox_problems(composed(CODE))) == ["reward.functions names code_tests: no namespaces here"]
-    assert list(sandbox_problems(composed(CODE, UNSAFE))) == []
-    assert list(sandbox_problems(composed("reward.functions=[exact_match]"))) == []
+    assert lacks(composed(CODE)) == ["reward.functions names code_tests: no namespaces here"]
+    assert lacks(composed(CODE, UNSAFE)) == []
+    assert lacks(composed("reward.functions=[exact_match]")) == []
 
 
 def test_only_true_turns_the_isolation_off():
-    assert runs_unisolated(composed(CODE, UNSAFE))
-    assert not runs_unisolated(composed(CODE))
-    assert not runs_unisolated(composed(CODE, "+reward.settings.code_tests.unsafe=1"))
-    assert not runs_unisolated(composed("reward.functions=[exact_match]", UNSAFE))
+    assert runs_unisolated(composed(CODE, UNSAFE).reward)
+    assert not runs_unisolated(composed(CODE).reward)
+    assert not runs_unisolated(composed(CODE, "+reward.settings.code_tests.unsafe=1").reward)
+    assert not runs_unisolated(composed("reward.functions=[exact_match]", UNSAFE).reward)
 
 
 ENVIRONMENTS = """
@@ -66,7 +75,8 @@ def test_an_environment_that_cannot_be_made_ends_in_a_sentence(
     (tmp_path / "my_env.py").write_text(ENVIRONMENTS)
     named = f"{tmp_path}/my_env.py:{name}" if name[0].isupper() else name
     words = (f"environment.name={named}", f"environment.settings={settings}", "environment.max_turns=null")
-    (found,) = environment_problems(composed(*words))
+    config = composed(*words)
+    (found,) = environment_problems(config.environment, config.max_turns)
     assert problem in found
 
 
@@ -88,7 +98,7 @@ raise RuntimeError("the file is not run by the checks")
 @pytest.mark.parametrize("name", ["right", "called", "_hidden", "time"])
 def test_a_name_of_a_reward_file_is_looked_up_without_running_it(name: str, tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
-    assert not list(reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:{name}]")))
+    assert not list(reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:{name}]").reward))
 
 
 def test_a_missing_reward_function_is_found_by_the_checks_with_those_of_the_file(arguments, tmp_path: Path):
@@ -97,7 +107,7 @@ def test_a_missing_reward_function_is_found_by_the_checks_with_those_of_the_file
         validate(composed(*arguments, f"reward.functions=[{tmp_path}/own.py:wrong]"))
     assert str(error.value) == f"reward.functions: {tmp_path}/own.py has no function 'wrong'; it has right"
     (tmp_path / "own.py").write_text("def broken(:\n")
-    (problem,) = reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:broken]"))
+    (problem,) = reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:broken]").reward)
     assert problem.startswith(f"reward.functions: {tmp_path}/own.py cannot be loaded: SyntaxError in line 1: ")
 
 
@@ -111,7 +121,7 @@ def test_a_missing_reward_function_is_found_by_the_checks_with_those_of_the_file
 )
 def test_a_signature_of_another_trainer_is_found_before_the_file_is_run(parameters: str, says: str, tmp_path: Path):
     (tmp_path / "own.py").write_text(f"def theirs({parameters}): ...\nraise RuntimeError('it is not run')\n")
-    (problem,) = reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:theirs]"))
+    (problem,) = reward_name_problems(composed(f"reward.functions=[{tmp_path}/own.py:theirs]").reward)
     assert says in problem
     assert "write `def theirs(rollout)`" in problem
 
@@ -119,21 +129,21 @@ def test_a_signature_of_another_trainer_is_found_before_the_file_is_run(paramete
 def test_environments_say_what_the_system_lacks(monkeypatch):
     alone = composed("environment=sandbox")
     among = composed("environment.name=mixed", "environment.settings.environments={chain: {}, sandbox: {}}")
-    assert list(sandbox_problems(alone)) == list(sandbox_problems(among)) == []
+    assert lacks(alone) == lacks(among) == []
     monkeypatch.setattr("lockstep.rollout.sandbox.sandbox.refusing_filter", lambda: bytes(8))
     for config in (alone, among):
-        (problem,) = sandbox_problems(config)
+        (problem,) = lacks(config)
         assert "did not isolate a program of the model" in problem
         assert "set environment.settings.unsafe=true" in problem
 
 
 def test_settings_that_turn_the_isolation_off_are_named():
     sandbox = ("environment=sandbox", "+environment.settings.unsafe=true")
-    assert unisolated_settings(composed(CODE, UNSAFE)) == ["reward.settings.code_tests.unsafe"]
-    assert unisolated_settings(composed(*sandbox)) == ["environment.settings.unsafe"]
+    assert unisolated(composed(CODE, UNSAFE)) == ["reward.settings.code_tests.unsafe"]
+    assert unisolated(composed(*sandbox)) == ["environment.settings.unsafe"]
     mixed = "environment.settings.environments={sandbox: {unsafe: true}}"
-    assert unisolated_settings(composed("environment.name=mixed", mixed)) == ["environment.settings.unsafe"]
-    assert unisolated_settings(composed("environment=sandbox")) == []
+    assert unisolated(composed("environment.name=mixed", mixed)) == ["environment.settings.unsafe"]
+    assert unisolated(composed("environment=sandbox")) == []
 
 
 @pytest.fixture

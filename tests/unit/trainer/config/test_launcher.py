@@ -16,21 +16,22 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_zero_1_is_refused(deepspeed: pytest.MonkeyPatch) -> None:
-    assert list(launch_problems(Config())) == []
+    config = Config()
+    assert list(launch_problems(config.optimizer, config.model)) == []
     deepspeed.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
-    (problem,) = launch_problems(Config())
+    (problem,) = launch_problems(config.optimizer, config.model)
     assert problem.startswith("launched with ZeRO-1")
     deepspeed.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    assert list(launch_problems(Config())) == []
+    assert list(launch_problems(config.optimizer, config.model)) == []
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw_tf"])
 def test_an_optimizer_that_offload_would_replace_is_refused(deepspeed: pytest.MonkeyPatch, name: str) -> None:
     config = Config()
     deepspeed.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
-    assert list(launch_problems(config)) == []
+    assert list(launch_problems(config.optimizer, config.model)) == []
     config.optimizer.name = name
-    (problem,) = launch_problems(config)
+    (problem,) = launch_problems(config.optimizer, config.model)
     assert f"optimizer.name={name} with offload_optimizer_device=cpu" in problem
     deepspeed.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-    assert list(launch_problems(config)) == []
+    assert list(launch_problems(config.optimizer, config.model)) == []

@@ -11,9 +11,10 @@ import torch
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.plan import OldLogprobs
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.correction import StepCorrection
-from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed, form_of
+from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.update.batch_dumps import Attempt, read_dump, write_dump
@@ -68,7 +69,7 @@ def sampled_with(batch: StepBatch, logprobs_N: torch.Tensor) -> StepBatch:
 )
 def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm):
     made = config(correction, **algorithm)
-    assert form_of(made) is FromUpdate
+    assert made.plan.old is OldLogprobs.UPDATE
     distributed = FakeRank(policy)
     updater = Updater(policy, distributed, made)
     old_N = updater.scorer.score(batch)
@@ -109,7 +110,8 @@ def test_one_pass_gives_the_gradient_of_two(policy, batch, correction, algorithm
 )
 def test_settings_that_need_all_old_logprobs_recompute_them_first(correction, algorithm):
     bypasses = correction.get("logp_old") == "bypass"
-    assert form_of(config(correction, **algorithm)) is (FromEngine if bypasses else Recomputed)
+    found = config(correction, **algorithm).plan.old
+    assert found is (OldLogprobs.ENGINE if bypasses else OldLogprobs.TRAINER)
 
 
 def test_trainer_logprobs_are_recomputed_ones_or_those_of_the_update() -> None:

@@ -70,7 +70,7 @@ def advantages_and_gradient(batch: StepBatch, algorithm: AlgorithmConfig) -> tup
     """Return (N,) advantages and the gradient of the loss with respect to the (N,) logprobs."""
     config = Config(algorithm=algorithm)
     correction = StepCorrection.of(batch, FromUpdate(), CorrectionConfig(mode="none"))
-    targets, _ = rollout_targets(batch, Logprobs(old=FromUpdate()), correction, config)
+    targets, _ = rollout_targets(batch, Logprobs(old=FromUpdate()), correction, config.algorithm)
     logp_N = torch.full((len(batch.rollout_N),), -1.0, requires_grad=True)
     loss = POLICY_LOSSES[algorithm.loss].configured(algorithm)
     outputs = loss(

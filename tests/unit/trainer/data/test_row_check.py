@@ -38,6 +38,10 @@ def config(environment: str = "single_turn", *rewards: str, **settings: Any) -> 
     return made
 
 
+def check_of(config: Config) -> RowCheck:
+    return RowCheck(config.environment, config.reward)
+
+
 def write(path: Path, rows: list[Mapping[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -130,7 +134,7 @@ def test_every_environment_says_which_rows_it_cannot_use(
     environment: str, settings: dict[str, Any], row: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(DataError) as error:
-        RowCheck(config(environment, "environment_reward", **settings))({"prompt": "1+1", **row})
+        check_of(config(environment, "environment_reward", **settings))({"prompt": "1+1", **row})
     assert sentence in str(error.value)
 
 
@@ -138,7 +142,7 @@ def test_every_environment_says_which_rows_it_cannot_use(
     ("environment", "settings"), [("trl", {"factory": object}), ("openenv", {"url": "http://127.0.0.1:9"})]
 )
 def test_an_environment_that_writes_the_prompt_needs_none(environment: str, settings: dict[str, Any]) -> None:
-    RowCheck(config(environment, "environment_reward", **settings))({"prompt": "", "seed": 1})
+    check_of(config(environment, "environment_reward", **settings))({"prompt": "", "seed": 1})
 
 
 class Own(ToolEnvironment):

@@ -37,8 +37,8 @@ def test_on_a_gpu_the_cache_gets_the_remaining_memory(tmp_path: Path, monkeypatc
 
 def test_on_a_cpu_nothing_is_planned_and_the_cache_has_a_default(tmp_path: Path) -> None:
     assert _memory(colocated(None, tmp_path), RANK) == {}
-    assert cache_gib(colocated(None, tmp_path)) == 0.25
-    assert cache_gib(colocated(2.0, tmp_path)) == 2.0
+    assert cache_gib(colocated(None, tmp_path).rollout) == 0.25
+    assert cache_gib(colocated(2.0, tmp_path).rollout) == 2.0
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

@@ -58,7 +58,7 @@ def seen(
 
     handle = policy.register_forward_hook(count)
     scorer = Updater(policy, FakeRank(policy), made).scorer
-    values = ConfiguredLoss(loss, made).step_values(
+    values = ConfiguredLoss(loss, made.algorithm, seed=made.seed).step_values(
         scorer, batch, replace(targets, old=old), rows, **{"is_first": True, "update": 5} | call
     )
     handle.remove()
@@ -131,7 +131,9 @@ def test_two_ranks_see_the_same_inputs_as_one(policy: Policy, batch: StepBatch) 
 
         loss = PolicyLoss(function=lambda inputs: None, arguments={}, step_values=function, needs_entropy=True)
         scorer = Scorer(policy, rank, temperature=1.0, token_budget=20)
-        ConfiguredLoss(loss, config()).step_values(scorer, batch, targets, rows, is_first=True, update=0)
+        ConfiguredLoss(loss, config().algorithm, seed=0).step_values(
+            scorer, batch, targets, rows, is_first=True, update=0
+        )
         return found[rank.rank]
 
     first, second = on_ranks(2, work)
@@ -156,7 +158,9 @@ def test_values_of_another_length_or_not_finite_are_refused(
     targets, _, _ = targets_of(batch, config(), scored(random_logp(batch, 1)), mode="off")
     scorer = Updater(policy, FakeRank(policy), config()).scorer
     with pytest.raises(TrainingError, match=f"algorithm.loss=reinforce: {problem}"):
-        ConfiguredLoss(loss, config()).step_values(scorer, batch, targets, [0], is_first=True, update=0)
+        ConfiguredLoss(loss, config().algorithm, seed=0).step_values(
+            scorer, batch, targets, [0], is_first=True, update=0
+        )
 
 
 def test_logprobs_that_are_not_finite_reach_the_guard_and_not_an_error(policy: Policy, batch: StepBatch) -> None:
@@ -198,4 +202,9 @@ def test_the_update_masks_over_all_of_its_microbatches(token_budget: int, policy
 def test_an_unused_mechanism_costs_no_pass(policy: Policy, batch: StepBatch) -> None:
     loss = PolicyLoss(function=lambda inputs: None, arguments={})
     refuses = SimpleNamespace()  # any call would fail
-    assert ConfiguredLoss(loss, config()).step_values(refuses, batch, refuses, [0], is_first=False, update=0) == {}  # type: ignore[arg-type]
+    assert (
+        ConfiguredLoss(loss, config().algorithm, seed=0).step_values(
+            refuses, batch, refuses, [0], is_first=False, update=0
+        )
+        == {}
+    )  # type: ignore[arg-type]

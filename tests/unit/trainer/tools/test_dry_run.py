@@ -133,10 +133,8 @@ class TestMask:
 
 def test_a_name_of_the_teachers_context_that_rows_lack_is_named() -> None:
     rollout = Rollout(rollout_id=0, group_id=0, calls=(), example={"answer": "1"}, outcome={"feedback": "none"})
-    config = Config()
-    assert unknown_names(config, [rollout]) == []
-    config.teacher.context = "{solution} {feedback} {answer} {anser} {0.x}"
-    (sentence,) = unknown_names(config, [rollout])
+    assert unknown_names("", [rollout]) == []
+    (sentence,) = unknown_names("{solution} {feedback} {answer} {anser} {0.x}", [rollout])
     assert "names {anser}, which these rows lack; expected names of answer, feedback, solution" in sentence
 
 

@@ -147,8 +147,8 @@ def test_norms_of_the_critic_alone_are_no_baseline_for_both() -> None:
 
 def test_a_resumed_run_continues_its_warmup() -> None:
     config = Config(algorithm=AlgorithmConfig(advantage="gae", critic_warmup=5))
-    assert [config.trains_critic_alone(update) for update in (0, 4, 5)] == [True, True, False]
+    assert [config.plan.trains_critic_alone(update) for update in (0, 4, 5)] == [True, True, False]
 
 
 def test_without_a_critic_there_is_no_warmup() -> None:
-    assert not Config(algorithm=AlgorithmConfig(critic_warmup=5)).trains_critic_alone(0)
+    assert not Config(algorithm=AlgorithmConfig(critic_warmup=5)).plan.trains_critic_alone(0)

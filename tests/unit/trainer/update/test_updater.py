@@ -97,7 +97,7 @@ def targets_of(
 ) -> tuple[Targets, CorrectionResult, Tensor]:
     corrected = StepCorrection.of(batch, logprobs.old, CorrectionConfig(**correction))
     plain_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
-    advantages_N = penalized(plain_N, batch, logprobs, corrected, made)
+    advantages_N = penalized(plain_N, batch, logprobs, corrected, made.algorithm)
     assert corrected.result is not None
     targets = Targets(advantages_N=advantages_N, old=logprobs.old, correction=corrected, ref_logp_N=logprobs.ref_N)
     return targets, corrected.result, advantages_N
@@ -190,10 +190,8 @@ def test_the_entropy_bonus_raises_entropy(policy: Policy, batch: StepBatch) -> N
 
 
 def test_the_mismatch_penalty_sums_to_zero_over_trained_tokens(batch: StepBatch) -> None:
-    made = config()
-    made.correction.kl_penalty = 2.0
     old_N = random_logp(batch, 1)
-    targets, _, _ = targets_of(batch, made, scored(old_N), mode="off")
+    targets, _, _ = targets_of(batch, config(), scored(old_N), mode="off", kl_penalty=2.0)
     plain_N = torch.tensor([-1.0, 1.0, -0.5, 2.0])[batch.rollout_N]
     added_N = targets.advantages_N - plain_N
     d_N = batch.sampling_logprobs_N - old_N

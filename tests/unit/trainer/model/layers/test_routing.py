@@ -16,8 +16,7 @@ from lockstep.rollout.errors import ConfigError, TrainingError
 from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.batch.packing import NO_ROUTE, PackedBatch, collate, row_places, whole_row
 from lockstep.trainer.batch.prefixes import MIN_SHARED
-from lockstep.trainer.config.groups.model_settings import LoraConfig
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.model_settings import LoraConfig, ModelConfig
 from lockstep.trainer.model.critic import ActorCritic, Critic
 from lockstep.trainer.model.layers.routing import refuse_dense
 from lockstep.trainer.model.lora import add_adapters
@@ -270,9 +269,7 @@ def test_a_block_that_does_not_choose_by_topk_is_refused(monkeypatch: pytest.Mon
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
-    config = Config()
-    config.model.path = str(save_tiny_model(tmp_path, tied=True))
-    refuse_dense(config)
-    config.correction.routing_replay = "engine"
+    model = ModelConfig(path=str(save_tiny_model(tmp_path, tied=True)))
+    refuse_dense(model, "off")
     with pytest.raises(ConfigError, match=r"dense model; set correction\.routing_replay=off"):
-        refuse_dense(config)
+        refuse_dense(model, "engine")
