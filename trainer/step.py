@@ -35,7 +35,7 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
 from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
 from lockstep.trainer.observe.metrics_log import BATCH
-from lockstep.trainer.observe.step_metrics import StepReport, step_metrics
+from lockstep.trainer.observe.step_metrics import StepReport, step_metrics, trained_rollout_metrics
 from lockstep.trainer.score.reference import Reference
 from lockstep.trainer.stopwatch import Stopwatch
 from lockstep.trainer.update.updater import Updater
@@ -122,27 +122,28 @@ class Trainer:
         if self._is_quantized and QUANTIZATION_K3 not in self.noise_floor and (batch.versions_N == version).all():
             self.noise_floor = {**self.noise_floor, **quantization_cost(trained_N, batch.sampling_logprobs_N)}
         measured = correction.measured(batch, trained_N)
-        of_teacher = dict(self._teacher.measured) if self._teacher else {}
-        of_teacher |= self._averaged.measured if self._averaged else {}
-        counters = {BATCH: float(self.num_steps)}
+        stages = [{BATCH: float(self.num_steps)}, updated.metrics, sync_metrics]
+        stages += [part.measured for part in (self._teacher, self._averaged) if part is not None]
+        num_tokens = sum(rows.layout.num_tokens for rows in updated.given.values())
         if self._rollouts is not None:
-            counters["rollout/engine_restarts"] = float(self._recovery.num_restarts if self._recovery else 0)
+            num_tokens = batch.layout.num_tokens
+            stages.append({"rollout/engine_restarts": float(self._recovery.num_restarts if self._recovery else 0)})
+            stages.append(credit_metrics)
+            stages.append(
+                trained_rollout_metrics(
+                    collected=collected,
+                    batch=batch,
+                    logprobs=logprobs,
+                    trained_N=trained_N,
+                    correction=measured,
+                    version=version,
+                    noise_floor=self.noise_floor,
+                    settings=self._config.correction,
+                )
+            )
         return StepReport(
             update=self.version,
-            metrics=step_metrics(
-                collected=None if self._rollouts is None else collected,
-                batch=batch,
-                given=updated.given,
-                logprobs=logprobs,
-                trained_N=trained_N,
-                correction=measured,
-                version=version,
-                noise_floor=self.noise_floor,
-                settings=self._config.correction,
-                credit=credit_metrics,
-                stages=(counters, updated.metrics, sync_metrics, of_teacher),
-                watch=watch,
-            ),
+            metrics=step_metrics(stages, watch, num_tokens),
             rollouts=collected.rollouts,
             batch=batch,
             given=updated.given,

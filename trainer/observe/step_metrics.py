@@ -45,37 +45,32 @@ class StepReport:
     """Correction weights."""
 
 
-def step_metrics(
+def step_metrics(stages: Sequence[Mapping[str, float]], watch: Stopwatch, num_tokens: int) -> dict[str, float]:
+    """Return the metrics of all stages with their times and `perf/*`. num_tokens: trained tokens, on all ranks."""
+    metrics = {name: value for stage in stages for name, value in stage.items()} | watch.metrics()
+    return metrics | throughput(metrics, num_tokens)
+
+
+def trained_rollout_metrics(
     *,
-    collected: Collected | None,
+    collected: Collected,
     batch: StepBatch,
-    given: Mapping[str, StepBatch],
     logprobs: Logprobs,
     trained_N: Tensor,
     correction: CorrectionResult,
     version: int,
     noise_floor: Mapping[str, float],
     settings: CorrectionConfig,
-    credit: Mapping[str, float],
-    stages: Sequence[Mapping[str, float]],
-    watch: Stopwatch,
 ) -> dict[str, float]:
-    """Return all metrics of a step.
+    """Return the metrics of a step that need rollouts: theirs, and those of correction, reference and teacher.
 
     Args:
-        collected: None on demonstrations alone, which have no metrics of rollouts, correction and advantages.
-        given: rows of other components.
         trained_N: the trainer's logprobs of the trained tokens before the update.
         correction: the correction as it was applied.
         version: of the weights before the update.
         noise_floor: as last measured.
-        credit: metrics of the advantages.
-        stages: metrics of the other stages.
     """
-    metrics = {name: value for stage in stages for name, value in stage.items()} | watch.metrics()
-    if collected is None:
-        return metrics | throughput(metrics, sum(rows.layout.num_tokens for rows in given.values()))
-    metrics |= {**credit, **rollout_metrics(collected, batch)}
+    metrics = rollout_metrics(collected, batch)
     if settings.mode != "none" and batch.layout.num_tokens:
         metrics |= mismatch_metrics(
             trained_N,
@@ -91,7 +86,7 @@ def step_metrics(
     metrics |= correction.metrics | reference_metrics(old_N, logprobs.ref_N, batch)
     if batch.teacher is not None:
         metrics |= teacher_metrics(trained_N, batch.teacher.logp_N, batch.teacher.top_logp_NE)
-    return metrics | throughput(metrics, batch.layout.num_tokens)
+    return metrics
 
 
 def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:

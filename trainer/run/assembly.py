@@ -80,157 +80,6 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """The model of a run, ready for updates."""
-
-    module: nn.Module
-    shape: ModelShape
-    updater: Updater
-
-
-def assemble(
-    config: Config,
-    distributed: Distributed,
-    directory: RunDirectory,
-    loop: BackgroundLoop,
-    console: RunConsole,
-    libraries: ThirdPartyLog,
-) -> Parts:
-    """Build the parts of a run; a collective.
-
-    All data come before the engines: a row that cannot be used ends the run in seconds. Engines come before the model:
-    they fork workers, which must not inherit threads of a model that computes.
-    """
-    has_rollouts = config.has_rollouts
-    if has_rollouts:
-        refuse_dense(config.model, config.correction.routing_replay)
-    if config.has_teacher:
-        from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher  # other runs do not load it
-
-        distributed.together(lambda: refuse_unfit_teacher(config))
-    chat = make_chat(config)
-    demonstrations = _demonstrations(config, distributed, chat, console)
-    prompts = make_prompts(config, distributed, loop, chat, say=console.say) if has_rollouts else None
-    heldout = _heldout_prompts(config, distributed, console)
-    heldout_demonstrations = _heldout_demonstrations(config, distributed, chat, console)
-    engines = Engines(loop=loop)
-    if has_rollouts:
-        console.say(_announcement(config))
-        engines = start_engines(config, distributed, loop=loop, logs=directory.logs)
-    teacher = _teacher(config, distributed, engines, directory, console)
-    trained = _load_trained(config, distributed, console, libraries, demonstrations, teacher)
-    updater = trained.updater
-    sync = averaged = recovery = collection = evaluate = None
-    if heldout_demonstrations is not None:
-        evaluate = _demonstrations_evaluation(config, distributed, heldout_demonstrations, trained.module)
-    if prompts is not None:
-        collection = _collection(config, distributed, engines, chat, prompts)
-        sync = make_sync(
-            config,
-            distributed,
-            updater,
-            engines=engines.synced,
-            sleep_level=config.rollout.sleep_level if engines.colocated else 0,
-        )
-        averaged = _average(config, distributed, updater, teacher)
-        recovery = Recovery(
-            engines=engines,
-            distributed=distributed,
-            rollouts=collection.rollouts,
-            sync=sync,
-            version=lambda: updater.num_updates,
-            limit=config.rollout.engine_restarts,
-            say=console.warn,
-        )
-        if config.evaluates:
-            evaluate = _rollouts_evaluation(config, distributed, heldout, collection, recovery, chat)
-        if heldout:
-            reader = PromptReader(column=config.environment.settings.get("prompt_column"))
-            for sentence in overlap_warnings(prompts.sets, heldout, reader, evaluated=config.eval.prompts):
-                console.warn(sentence)
-    trainer = Trainer(
-        config,
-        distributed=distributed,
-        updater=updater,
-        rollouts=collection.rollouts if collection else None,
-        reference=make_reference(config, distributed, trained.module) if has_rollouts else None,
-        teacher=teacher if config.plan.teaches_rollouts else None,
-        averaged=averaged,
-        sync=sync,
-        recovery=recovery,
-        is_quantized=sync is not None and sync.quantization is not None,
-    )
-    return Parts(
-        config=config,
-        distributed=distributed,
-        engines=engines,
-        shape=trained.shape,
-        updater=updater,
-        chat=chat,
-        prompts=prompts,
-        demonstrations=demonstrations,
-        trainer=trainer,
-        evaluate=evaluate,
-        teacher=teacher,
-        averaged=averaged,
-        close_collection=collection.close if collection else lambda: None,
-    )
-
-
-def _heldout_prompts(config: Config, distributed: Distributed, console: RunConsole) -> Mapping[str, DataSet]:
-    """Load the held-out data of a run with rollouts on rank 0; a collective."""
-    if not (config.evaluates and config.has_rollouts):
-        return {}
-    return distributed.together(lambda: heldout_data(config, say=console.say) if distributed.is_main else {})
-
-
-def _heldout_demonstrations(
-    config: Config, distributed: Distributed, chat: Chat, console: RunConsole
-) -> HeldoutDemonstrations | None:
-    """Load the held-out data of a run without rollouts; a collective."""
-    if config.has_rollouts or not (config.evaluates and config.heldout_sets()):
-        return None
-    from lockstep.trainer.sft.heldout_demonstrations import HeldoutDemonstrations  # other runs do not load it
-
-    return HeldoutDemonstrations(config, distributed, chat, say=console.say)
-
-
-def _demonstrations(config: Config, distributed: Distributed, chat: Chat, console: RunConsole) -> Demonstrations | None:
-    """Load the demonstrations that the run trains; a collective."""
-    if not config.demonstration_sets():
-        return None
-    from lockstep.trainer.sft.demonstration_rows import Demonstrations  # other runs do not load it
-
-    return Demonstrations.load(config, distributed, chat, say=console.say)
-
-
-def _teacher(
-    config: Config, distributed: Distributed, engines: Engines, directory: RunDirectory, console: RunConsole
-) -> Teacher | None:
-    """Start the teacher; a collective."""
-    if not config.has_teacher:
-        return None
-    from lockstep.trainer.engines.teacher_start import start_teacher  # other runs do not load it
-
-    return start_teacher(
-        config, distributed, loop=engines.loop, logs=directory.logs, policy=engines.pool, say=console.say
-    )
-
-
-def _average(
-    config: Config, distributed: Distributed, updater: Updater, teacher: Teacher | None
-) -> AveragedTeacher | None:
-    """Make the average of the policy that is the teacher, if it is one; a collective."""
-    if teacher is None or config.teacher.source != "average":
-        return None
-    from lockstep.trainer.distributed.weight_average import WeightAverage  # other runs load neither
-    from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
-
-    average = WeightAverage(distributed, decay=config.teacher.average_decay)
-    return AveragedTeacher(average, make_sync(config, distributed, updater, engines=teacher.synced))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
     """Parts that sample and score rollouts."""
 
@@ -246,111 +95,294 @@ class Collection:
         self.rewards.close()
 
 
-def _collection(config: Config, distributed: Distributed, engines: Engines, chat: Chat, prompts: Prompts) -> Collection:
-    """Load the rewards and make the source of rollouts; a collective."""
-    rewards = make_rewards(config)
-    distributed.together(lambda: _load_reward_models(rewards, engines, distributed))
-    sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
-    make_source: type[RolloutSource] = Collector
-    if config.rollout.max_staleness:
-        from lockstep.trainer.collect.async_source import Producer as make_source  # other runs do not load it
-    rollouts = make_source(
-        config,
-        distributed=distributed,
-        loop=engines.loop,
-        sampler=sampler,
-        sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
-        rewards=rewards,
-        prompts=prompts,
-    )
-    return Collection(loop=engines.loop, sampler=sampler, rewards=rewards, rollouts=rollouts)
-
-
-def _demonstrations_evaluation(
-    config: Config, distributed: Distributed, heldout: HeldoutDemonstrations, module: nn.Module
-) -> Evaluate:
-    scorer = Scorer(
-        module,
-        distributed,
-        temperature=1.0,
-        token_budget=config.pack_tokens,
-        share_prefixes=config.share_prefixes,
-    )
-
-    def evaluate(console: RunConsole) -> Evaluation | None:
-        evaluation = heldout.evaluate(scorer)
-        return evaluation if distributed.is_main else None
-
-    return evaluate
-
-
-def _rollouts_evaluation(
+def assemble(
     config: Config,
     distributed: Distributed,
-    heldout: Mapping[str, DataSet],
-    collection: Collection,
-    recovery: Recovery,
-    chat: Chat,
-) -> Evaluate:
-    """Return an evaluation with rank 0's engine, for which the other ranks wait."""
-    from lockstep.trainer.evaluate.evaluator import Evaluator  # other runs do not load it
-
-    loop, rewards, sampler = collection.loop, collection.rewards, collection.sampler
-    evaluator = distributed.together(
-        lambda: sampler and Evaluator(config, heldout, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
-    )
-
-    def on_this_rank(console: RunConsole) -> Evaluation | None:
-        if evaluator is None:
-            return None
-        with console.progress("evaluation", evaluator.num_rollouts) as lines:
-            return evaluator.evaluate(lines.rollout, lines.stage)
-
-    return lambda console: recovery.attempt(lambda: distributed.together(lambda: on_this_rank(console)))
-
-
-def _load_trained(
-    config: Config,
-    distributed: Distributed,
+    directory: RunDirectory,
+    loop: BackgroundLoop,
     console: RunConsole,
     libraries: ThirdPartyLog,
-    demonstrations: Demonstrations | None,
-    teacher: Teacher | None,
-) -> Trained:
-    """Load and prepare the model, with its components of the loss; a collective."""
-    policy = load_policy(config)
-    module = with_critic(policy, config)
-    optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
-    with libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer
-        prepared = distributed.prepare(module, optimizer)
-    shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
-    show_memory_plan(shape, config, distributed, console)
-    show_scale(shape, config, console)
-    if demonstrations is not None:
-        demonstrations.take_teacher(teacher)
-    updater = Updater(prepared, distributed, config, given=[demonstrations] if demonstrations else [])
-    updater.scorer.budget.warn = console.warn
-    dtype = getattr(torch, config.model.dtype)
-    row = checked_row(policy, config, distributed)
-    if row.missed:
-        names = ", ".join(f"{name}={length}" for name, length in row.missed.items())
-        console.warn(
-            f"the checks at the start and after syncs score rows of {row.tokens} tokens, and rows of this run can pass "
-            f"{names} of the model's config: what it computes beyond is not checked"
+) -> Parts:
+    """Build the parts of a run; a collective."""
+    return _Assembly(config, distributed, directory, loop, console, libraries).parts()
+
+
+class _Assembly:
+    """Builder of the parts of a run. Its methods are collectives.
+
+    What only some runs need is imported where they need it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        distributed: Distributed,
+        directory: RunDirectory,
+        loop: BackgroundLoop,
+        console: RunConsole,
+        libraries: ThirdPartyLog,
+    ) -> None:
+        self._config = config
+        self._distributed = distributed
+        self._directory = directory
+        self._loop = loop
+        self._console = console
+        self._libraries = libraries
+
+    def parts(self) -> Parts:
+        """Build all parts.
+
+        Data come before engines: a row that cannot be used ends the run in seconds. Engines come before the model: they
+        fork workers, which must not inherit threads of a model that computes.
+        """
+        config, distributed, console = self._config, self._distributed, self._console
+        if config.has_rollouts:
+            refuse_dense(config.model, config.correction.routing_replay)
+        if config.has_teacher:
+            from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
+
+            distributed.together(lambda: refuse_unfit_teacher(config))
+        chat = make_chat(config)
+        demonstrations = self._demonstrations(chat)
+        prompts = None
+        if config.has_rollouts:
+            prompts = make_prompts(config, distributed, self._loop, chat, say=console.say)
+        heldout, heldout_demonstrations = self._heldout_prompts(), self._heldout_demonstrations(chat)
+        engines = self._engines()
+        teacher = self._teacher(engines)
+        module, shape, updater = self._trained(demonstrations, teacher)
+        sync = averaged = recovery = collection = evaluate = None
+        if heldout_demonstrations is not None:
+            evaluate = self._demonstrations_evaluation(heldout_demonstrations, module)
+        if prompts is not None:
+            collection = self._collection(engines, chat, prompts)
+            sleep_level = config.rollout.sleep_level if engines.colocated else 0
+            sync = make_sync(config, distributed, updater, engines=engines.synced, sleep_level=sleep_level)
+            averaged = self._average(updater, teacher)
+            recovery = Recovery(
+                engines=engines,
+                distributed=distributed,
+                rollouts=collection.rollouts,
+                sync=sync,
+                version=lambda: updater.num_updates,
+                limit=config.rollout.engine_restarts,
+                say=console.warn,
+            )
+            if config.evaluates:
+                self._warn_of_overlap(prompts, heldout)
+                evaluate = self._rollouts_evaluation(heldout, collection, recovery, chat)
+        trainer = Trainer(
+            config,
+            distributed=distributed,
+            updater=updater,
+            rollouts=collection.rollouts if collection else None,
+            reference=make_reference(config, distributed, module) if config.has_rollouts else None,
+            teacher=teacher if config.plan.teaches_rollouts else None,
+            averaged=averaged,
+            sync=sync,
+            recovery=recovery,
+            is_quantized=sync is not None and sync.quantization is not None,
         )
-    passed = ["the head", "rows of a pack apart from each other"]
-    updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.plan.has_critic)
-    if not marked_layers(policy):
-        console.warn(
-            f"transformers marks no layers of {type(policy.causal_lm).__name__}: none is compared with its computation "
-            "in float32, and the canary of a weight sync has its short row alone"
+        return Parts(
+            config=config,
+            distributed=distributed,
+            engines=engines,
+            shape=shape,
+            updater=updater,
+            chat=chat,
+            prompts=prompts,
+            demonstrations=demonstrations,
+            trainer=trainer,
+            evaluate=evaluate,
+            teacher=teacher,
+            averaged=averaged,
+            close_collection=collection.close if collection else lambda: None,
         )
-    elif not policy.is_quantized:
-        updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
-        passed.append("each layer against its computation in float32")
-    if (sentence := unproven(policy.causal_lm.config, passed, has_sync=config.has_rollouts)) is not None:
-        console.warn(sentence)
-    return Trained(module=prepared, shape=shape, updater=updater)
+
+    # Data
+
+    def _demonstrations(self, chat: Chat) -> Demonstrations | None:
+        """Load the demonstrations that the run trains."""
+        if not self._config.demonstration_sets():
+            return None
+        from lockstep.trainer.sft.demonstration_rows import Demonstrations
+
+        return Demonstrations.load(self._config, self._distributed, chat, say=self._console.say)
+
+    def _heldout_prompts(self) -> Mapping[str, DataSet]:
+        """Load the held-out data of a run with rollouts on rank 0."""
+        config, distributed = self._config, self._distributed
+        if not (config.evaluates and config.has_rollouts):
+            return {}
+        return distributed.together(lambda: heldout_data(config, say=self._console.say) if distributed.is_main else {})
+
+    def _heldout_demonstrations(self, chat: Chat) -> HeldoutDemonstrations | None:
+        """Load the held-out data of a run without rollouts."""
+        config = self._config
+        if config.has_rollouts or not (config.evaluates and config.heldout_sets()):
+            return None
+        from lockstep.trainer.sft.heldout_demonstrations import HeldoutDemonstrations
+
+        return HeldoutDemonstrations(config, self._distributed, chat, say=self._console.say)
+
+    def _warn_of_overlap(self, prompts: Prompts, heldout: Mapping[str, DataSet]) -> None:
+        if not heldout:
+            return
+        reader = PromptReader(column=self._config.environment.settings.get("prompt_column"))
+        for sentence in overlap_warnings(prompts.sets, heldout, reader, evaluated=self._config.eval.prompts):
+            self._console.warn(sentence)
+
+    # Engines
+
+    def _engines(self) -> Engines:
+        """Start the engines of a run with rollouts."""
+        rollout = self._config.rollout
+        if not self._config.has_rollouts:
+            return Engines(loop=self._loop)
+        if rollout.urls:
+            self._console.say(f"waiting for the engines at {', '.join(rollout.urls)} ...")
+        else:
+            engines = f"{rollout.num_engines} engines" if rollout.num_engines > 1 else "the engine"
+            place = " of every rank" if rollout.engine == "colocated" else ""
+            self._console.say(f"starting {engines}{place} ...")
+        return start_engines(self._config, self._distributed, loop=self._loop, logs=self._directory.logs)
+
+    def _teacher(self, engines: Engines) -> Teacher | None:
+        """Start the teacher."""
+        if not self._config.has_teacher:
+            return None
+        from lockstep.trainer.engines.teacher_start import start_teacher
+
+        return start_teacher(
+            self._config,
+            self._distributed,
+            loop=self._loop,
+            logs=self._directory.logs,
+            policy=engines.pool,
+            say=self._console.say,
+        )
+
+    def _average(self, updater: Updater, teacher: Teacher | None) -> AveragedTeacher | None:
+        """Make the average of the policy that is the teacher, if it is one."""
+        if teacher is None or self._config.teacher.source != "average":
+            return None
+        from lockstep.trainer.distributed.weight_average import WeightAverage
+        from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
+
+        average = WeightAverage(self._distributed, decay=self._config.teacher.average_decay)
+        return AveragedTeacher(average, make_sync(self._config, self._distributed, updater, engines=teacher.synced))
+
+    # Rollouts
+
+    def _collection(self, engines: Engines, chat: Chat, prompts: Prompts) -> Collection:
+        """Load the rewards and make the source of rollouts."""
+        config = self._config
+        rewards = make_rewards(config)
+
+        def load_reward_models() -> None:
+            if engines.pool is not None:
+                with self._distributed.whole_models():  # on the rank that scores, also under ZeRO-3
+                    rewards.load()
+
+        self._distributed.together(load_reward_models)
+        sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
+        make_source: type[RolloutSource] = Collector
+        if config.rollout.max_staleness:
+            from lockstep.trainer.collect.async_source import Producer
+
+            make_source = Producer
+        rollouts = make_source(
+            config,
+            distributed=self._distributed,
+            loop=self._loop,
+            sampler=sampler,
+            sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
+            rewards=rewards,
+            prompts=prompts,
+        )
+        return Collection(loop=self._loop, sampler=sampler, rewards=rewards, rollouts=rollouts)
+
+    # Evaluations
+
+    def _demonstrations_evaluation(self, heldout: HeldoutDemonstrations, module: nn.Module) -> Evaluate:
+        config = self._config
+        scorer = Scorer(
+            module,
+            self._distributed,
+            temperature=1.0,
+            token_budget=config.pack_tokens,
+            share_prefixes=config.share_prefixes,
+        )
+
+        def evaluate(console: RunConsole) -> Evaluation | None:
+            evaluation = heldout.evaluate(scorer)
+            return evaluation if self._distributed.is_main else None
+
+        return evaluate
+
+    def _rollouts_evaluation(
+        self, heldout: Mapping[str, DataSet], collection: Collection, recovery: Recovery, chat: Chat
+    ) -> Evaluate:
+        """Return an evaluation with rank 0's engine, for which the other ranks wait."""
+        from lockstep.trainer.evaluate.evaluator import Evaluator
+
+        loop, rewards, sampler = collection.loop, collection.rewards, collection.sampler
+        evaluator = self._distributed.together(
+            lambda: (
+                Evaluator(self._config, heldout, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
+                if sampler
+                else None
+            )
+        )
+
+        def on_this_rank(console: RunConsole) -> Evaluation | None:
+            if evaluator is None:
+                return None
+            with console.progress("evaluation", evaluator.num_rollouts) as lines:
+                return evaluator.evaluate(lines.rollout, lines.stage)
+
+        return lambda console: recovery.attempt(lambda: self._distributed.together(lambda: on_this_rank(console)))
+
+    # The model
+
+    def _trained(
+        self, demonstrations: Demonstrations | None, teacher: Teacher | None
+    ) -> tuple[nn.Module, ModelShape, Updater]:
+        """Load and prepare the model, with its components of the loss."""
+        config, distributed, console = self._config, self._distributed, self._console
+        policy = load_policy(config)
+        module = with_critic(policy, config)
+        optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
+        with self._libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer
+            prepared = distributed.prepare(module, optimizer)
+        shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
+        show_memory_plan(shape, config, distributed, console)
+        show_scale(shape, config, console)
+        if demonstrations is not None:
+            demonstrations.take_teacher(teacher)
+        updater = Updater(prepared, distributed, config, given=[demonstrations] if demonstrations else [])
+        updater.scorer.budget.warn = console.warn
+        dtype = getattr(torch, config.model.dtype)
+        row = checked_row(policy, config, distributed)
+        if row.missed:
+            names = ", ".join(f"{name}={length}" for name, length in row.missed.items())
+            console.warn(
+                f"the checks at the start and after syncs score rows of {row.tokens} tokens, and rows of this run "
+                f"can pass {names} of the model's config: what it computes beyond is not checked"
+            )
+        passed = ["the head", "rows of a pack apart from each other"]
+        updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.plan.has_critic)
+        if not marked_layers(policy):
+            console.warn(
+                f"transformers marks no layers of {type(policy.causal_lm).__name__}: none is compared with its "
+                "computation in float32, and the canary of a weight sync has its short row alone"
+            )
+        elif not policy.is_quantized:
+            updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
+            passed.append("each layer against its computation in float32")
+        if (sentence := unproven(policy.causal_lm.config, passed, has_sync=config.has_rollouts)) is not None:
+            console.warn(sentence)
+        return prepared, shape, updater
 
 
 CANARY_SHARE = {"cpu": 1.0, "cuda": 0.01}
@@ -401,14 +433,6 @@ def make_sync(
     )
 
 
-def _announcement(config: Config) -> str:
-    if config.rollout.urls:
-        return f"waiting for the engines at {', '.join(config.rollout.urls)} ..."
-    number = config.rollout.num_engines
-    engines = f"{number} engines" if number > 1 else "the engine"
-    return f"starting {engines}{' of every rank' if config.rollout.engine == 'colocated' else ''} ..."
-
-
 def choose(config: Config, distributed: Distributed, console: RunConsole) -> Config:
     """Choose learning rate, token budget and checkpointing where they are null, for model and device; a collective.
 
@@ -449,10 +473,3 @@ def show_scale(shape: ModelShape, config: Config, console: RunConsole) -> None:
         console.say(sentence)
     for sentence in size_warnings(shape, config.optimizer, has_adapters=config.model.lora.rank > 0):
         console.warn(sentence)
-
-
-def _load_reward_models(rewards: RewardSet, engines: Engines, distributed: Distributed) -> None:
-    """Load whole reward models on the rank that scores, also under ZeRO-3."""
-    if engines.pool is not None:
-        with distributed.whole_models():
-            rewards.load()

@@ -115,7 +115,7 @@ class Updater:
         given: Mapping[str, StepBatch] = {}
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
-        for minibatch in self._minibatches(batch, targets, seen_N) if self._config.has_rollouts else [None]:
+        for minibatch in self._parts(batch, targets, seen_N):
             before = self.num_updates
             given = self._draw(stage)
             report = self.optimizer_step(minibatch, given, lr=lr)
@@ -231,15 +231,23 @@ class Updater:
     def _learning_rate(self) -> float:
         return learning_rate(self.num_updates, self._config.optimizer, total_updates=self._config.updates)
 
-    def _minibatches(self, batch: StepBatch, targets: Targets, seen_N: Tensor) -> Iterator[Minibatch]:
-        """Yield the rollouts of each optimizer step: a permutation per epoch, cut into equal parts."""
-        algorithm, is_first = self._config.algorithm, True
+    def _minibatches(self, num_rollouts: int) -> Iterator[np.ndarray]:
+        """Yield the rollout indices of each optimizer step: a permutation per epoch, cut into equal parts."""
+        algorithm = self._config.algorithm
         for epoch in range(algorithm.epochs):
-            order = np.arange(batch.num_rollouts)
-            if algorithm.minibatches > 1:
-                order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(order)
-            for rollouts in np.array_split(order, algorithm.minibatches):
-                if len(rollouts):
-                    own = targets.for_rollouts(torch.from_numpy(rollouts), algorithm)
-                    yield Minibatch(batch=batch, targets=own, rollouts=rollouts, seen_N=seen_N, is_first=is_first)
-                    is_first = False
+            if algorithm.minibatches == 1:
+                yield np.arange(num_rollouts)
+                continue
+            order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
+            yield from np.array_split(order, algorithm.minibatches)
+
+    def _parts(self, batch: StepBatch, targets: Targets, seen_N: Tensor) -> Iterator[Minibatch | None]:
+        """Yield the rows of each optimizer step: None in a run without rollouts."""
+        if not self._config.has_rollouts:
+            yield None
+        is_first = True
+        for rollouts in self._minibatches(batch.num_rollouts):
+            if len(rollouts):
+                own = targets.for_rollouts(torch.from_numpy(rollouts), self._config.algorithm)
+                yield Minibatch(batch=batch, targets=own, rollouts=rollouts, seen_N=seen_N, is_first=is_first)
+                is_first = False
