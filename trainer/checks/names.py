@@ -297,7 +297,9 @@ def _part_problems(part: Environment | RunsItself, config: Config) -> Iterator[s
             f"environment {name} has no method {' and '.join(lacks)}, which the driver turn_by_turn calls; write what "
             "is missing, or declare the driver that plays it (docs/environments.md)"
         )
-    if config.environment.max_turns is None and declared.max_turns > config.max_turns:
+    declares = next((kind for kind in type(part).__mro__ if "declaration" in vars(kind)), object)
+    is_own = not declares.__module__.startswith("lockstep.")  # an environment that extends Lockstep's has the default
+    if is_own and config.environment.max_turns is None and declared.max_turns > config.max_turns:
         yield (
             f"environment {name} declares max_turns={declared.max_turns}, which is not read from a file; set "
             f"environment.max_turns={declared.max_turns}"
