@@ -86,7 +86,8 @@ class Reporter:
         settings = self._config.logger
         every = settings.wandb_media_every
         if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):
-            self.log.media(report.update, lambda: step_media(report, self._config, self._parts.chat.tokenizer))
+            tokenizer = self._parts.chat.tokenizer
+            self.log.media(report.update, lambda: step_media(report, self._config, tokenizer, self.log.tolerating))
         if is_due(settings.print_rollouts_every, before=before, after=report.update) or is_first:
             for rollout in report.rollouts[: settings.print_rollouts]:
                 self._console.sample(rollout)
