@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.rewards.outcomes import Verdict
+from lockstep.rewards.meter import Meter, measuring
+from lockstep.rewards.outcomes import Verdict, judge_batch
 from lockstep.rollout.records import Rollout
-from lockstep.rollout.system.background_loop import run_coroutine
-from lockstep.rollout.system.deadline import is_async
+from lockstep.rollout.system.background_loop import in_shared_loop, run_coroutine
+from lockstep.rollout.system.deadline import call_with_deadline, is_async
 
 GROUP_PARAMETER = "rollouts"
 """Name of the first parameter that makes a function group-wise."""
@@ -85,6 +86,34 @@ class BatchReward:
             return plain(await self.function(**self.arguments(rollouts)))
 
         return call_async if is_async(self.function) else call
+
+    async def judge(
+        self,
+        rollouts: Sequence[Rollout],
+        meter: Meter,
+        *,
+        timeout_s: float,
+        by_turn: bool = False,
+        slots: asyncio.Semaphore,
+    ) -> list[Verdict]:
+        """Return one verdict per rollout, from calls in this process. The limit counts from the start of each call.
+
+        meter: gets what the function measures. by_turn: the function may return one number per turn. slots: of calls.
+        """
+        # Async group-wise functions make many requests at once, so the next group waits, outside its deadline.
+        lane = asyncio.Semaphore(1) if self.scope is Scope.GROUP and is_async(self.function) else slots
+
+        async def call(seen: Sequence[Rollout]) -> list[Verdict]:
+            calling = self.calling(seen)
+            calling = partial(in_shared_loop, calling) if is_async(calling) else calling
+            async with lane:
+                with measuring(Meter(num_updates=meter.num_updates)) as own:
+                    finished = await call_with_deadline(calling, timeout_s=timeout_s)
+            meter.merge(own.sums, own.counts)
+            num_turns = [rollout.num_turns if by_turn else None for rollout in seen]
+            return judge_batch(finished, num_turns, dict(own.columns))
+
+        return await self.scope.judge(rollouts, call)
 
 
 def each(

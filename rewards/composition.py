@@ -11,21 +11,18 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.rewards.batches import BatchReward, Scope, each
 from lockstep.rewards.functions import ISOLATED
-from lockstep.rewards.meter import METRIC, Meter, measuring
-from lockstep.rewards.outcomes import ERRORS, MAX_REWARD, Outcome, Verdict, judge_batch
+from lockstep.rewards.meter import METRIC, Meter
+from lockstep.rewards.outcomes import ERRORS, MAX_REWARD, Outcome, Verdict
 from lockstep.rewards.resolve import resolve
 from lockstep.rewards.shaping import Shaping
 from lockstep.rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
-from lockstep.rollout.system.background_loop import in_shared_loop
-from lockstep.rollout.system.deadline import call_with_deadline, is_async
 from lockstep.rollout.system.user_functions import written_at
 
 OnError = Literal["drop", "raise"] | float
@@ -191,27 +188,13 @@ class RewardSet:
     async def _judge(
         self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore, meter: Meter
     ) -> list[Verdict]:
-        function, by_turn, timeout_s = reward.function, self._shaping.turn_rewards, self._tolerance.timeout_s
+        function, timeout_s, by_turn = reward.function, self._tolerance.timeout_s, self._shaping.turn_rewards
         if not rollouts:
             return []
         if isinstance(function, IsolatedReward):
-            with measuring(meter):
-                return await function.judge(rollouts, timeout_s=timeout_s, by_turn=by_turn)
+            return await function.judge(rollouts, meter, timeout_s=timeout_s, by_turn=by_turn)
         batch = function if isinstance(function, BatchReward) else each(function)
-        # Async group-wise functions make many requests at once, so the next group waits, outside its deadline.
-        lane = asyncio.Semaphore(1) if batch.scope is Scope.GROUP and is_async(batch.function) else slots
-
-        async def call(seen: Sequence[Rollout]) -> list[Verdict]:
-            calling = batch.calling(seen)
-            calling = partial(in_shared_loop, calling) if is_async(calling) else calling
-            async with lane:
-                with measuring(Meter(num_updates=self.num_updates)) as own:
-                    finished = await call_with_deadline(calling, timeout_s=timeout_s)
-            meter.merge(own.sums, own.counts)
-            num_turns = [rollout.num_turns if by_turn else None for rollout in seen]
-            return judge_batch(finished, num_turns, dict(own.columns))
-
-        return await batch.scope.judge(rollouts, call)
+        return await batch.judge(rollouts, meter, slots=slots, timeout_s=timeout_s, by_turn=by_turn)
 
     def _count(self, reward: Reward, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], tally: _Tally) -> None:
         tally.num_calls += len(verdicts)

@@ -15,16 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
-import signal
 import sys
 
-from lockstep.integrations.sandbox.sandbox_service import SandboxService
-from lockstep.rollout.errors import ConfigError, LockstepError
+from lockstep.integrations.serve_sandbox import serve
+from lockstep.rollout.errors import LockstepError
 from lockstep.rollout.safe_text import print_error
-from lockstep.rollout.sandbox.execution import Limits, Sandbox
-from lockstep.rollout.sandbox.program_session import SessionSandbox
-from lockstep.rollout.sandbox.sandbox import isolation_problem, local_enclosure
+from lockstep.rollout.sandbox.execution import Limits
 
 
 def arguments() -> argparse.Namespace:
@@ -43,33 +39,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def serve(given: argparse.Namespace) -> None:
-    """Listen until Ctrl-C or SIGTERM. Raises `ConfigError`."""
-    limits = Limits(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Limits)})
-    if given.max_sessions < 1 or not given.idle_s > 0:
-        raise ConfigError(f"found --max-sessions {given.max_sessions} and --idle-s {given.idle_s}; set both above 0")
-    token = None if given.token_env is None else os.environ.get(given.token_env)
-    if given.token_env is not None and not token:
-        raise ConfigError(f"--token-env: {given.token_env} is not set in the environment; export it")
-    if (problem := isolation_problem(setting=None)) is not None:
-        raise ConfigError(problem)
-
-    async def make(limits: Limits) -> Sandbox:
-        return await SessionSandbox.open(lambda: local_enclosure(limits, unsafe=False, setting=None))
-
-    service = SandboxService(make, token=token, limits=limits, max_sessions=given.max_sessions, idle_s=given.idle_s)
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    address = await service.start(given.host, given.port)
-    print(f"sandboxes at {address}\nCtrl-C stops it", flush=True)
-    await stop.wait()
-    await service.close()
-
-
 def main() -> None:
     try:
-        asyncio.run(serve(arguments()))
+        given = vars(arguments())
+        limits = Limits(**{field.name: given.pop(field.name) for field in dataclasses.fields(Limits)})
+        asyncio.run(serve(limits=limits, **given))
     except LockstepError as error:
         print_error(error)
         sys.exit(2)

@@ -55,7 +55,7 @@ async def at_the_gateway(table: Table, environments: Sequence[Any]) -> AsyncIter
 
 
 class AgentEnvironment(RunsItself):
-    declaration = Declaration(driver=at_the_gateway, uses_gateway=True, is_deterministic=False)
+    declaration = Declaration(max_turns=16, driver=at_the_gateway, uses_gateway=True, is_deterministic=False)
 
     def __init__(self, agent: str | Callable[..., Any] | None = None, *, shared_loop: bool = False, **limits: Any):
         """agent, limits: `function`, `timeout_s` and `max_concurrent` of `RunsItself`.

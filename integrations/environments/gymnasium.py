@@ -28,7 +28,7 @@ from lockstep.rollout.system.deadline import call_with_deadline
 class GymnasiumEnvironment:
     """Plays one episode of an environment, which lives until `close`."""
 
-    declaration = Declaration(reads="seed", max_turns=100, opens="a package of environments")
+    declaration = Declaration(reads="seed", max_turns=32, opens="a package of environments")
     tools: Tools = ()
 
     def __init__(

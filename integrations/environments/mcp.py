@@ -33,7 +33,7 @@ from lockstep.rollout.records import Message
 class McpEnvironment:
     """Runs tools of servers until the model answers without a call; the episode limits the number of turns."""
 
-    declaration = Declaration(reads="prompt", opens="tool servers", is_deterministic=False)
+    declaration = Declaration(reads="prompt", max_turns=8, opens="tool servers", is_deterministic=False)
 
     def __init__(
         self,

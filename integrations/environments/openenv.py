@@ -50,7 +50,7 @@ class _Refused(Exception):
 class OpenEnvironment:
     """One session of a server, from `reset` to `close`."""
 
-    declaration = Declaration(reads="seed", opens="an environment server", is_deterministic=False)
+    declaration = Declaration(reads="seed", max_turns=16, opens="an environment server", is_deterministic=False)
 
     def __init__(
         self,

@@ -34,7 +34,9 @@ _places: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphor
 class SandboxEnvironment(ToolEnvironment):
     """`ToolEnvironment` with the tools `python` and `shell`."""
 
-    declaration = Declaration(reads="prompt", opens="a sandbox", runs_programs=True, is_deterministic=False)
+    declaration = Declaration(
+        reads="prompt", max_turns=8, opens="a sandbox", runs_programs=True, is_deterministic=False
+    )
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ CLOSE_TIMEOUT_S = 5.0
 class TextArenaEnvironment:
     """One game; its state lives in the host until `close`."""
 
-    declaration = Declaration(reads="seed", opens="an interpreter with a package of games")
+    declaration = Declaration(reads="seed", max_turns=16, opens="an interpreter with a package of games")
     tools: Tools = ()
 
     def __init__(

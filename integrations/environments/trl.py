@@ -36,7 +36,7 @@ _NOT_TOOLS = ("reset", "get_reward")
 class TRLEnvironment(ToolEnvironment):
     """Plays an instance of a user's class: its methods are the tools, its state is that of the episode."""
 
-    declaration = Declaration(reads="prompt")
+    declaration = Declaration(reads="prompt", max_turns=8)
 
     def __init__(
         self,

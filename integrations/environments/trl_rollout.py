@@ -65,7 +65,7 @@ async def by_their_function(table: Table, environments: Sequence[Any]) -> AsyncI
 
 
 class TRLRollout(RunsItself):
-    declaration = Declaration(reads="prompt", driver=by_their_function, is_deterministic=False)
+    declaration = Declaration(reads="prompt", max_turns=8, driver=by_their_function, is_deterministic=False)
 
     def __init__(
         self, rollout_func: str | Callable[..., Any] | None = None, *, prompt_column: str | None = None, **limits: Any

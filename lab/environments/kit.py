@@ -151,7 +151,7 @@ def _ends(subject: Subject) -> Finding:
     measured = f"{ended} of {number} scripted episodes"
     if ended or not number or subject.options.player:  # whose play may need the whole length
         return Finding(check=check, measured=measured)
-    limit = subject.config.environment.max_turns
+    limit = subject.config.max_turns
     sentence = (
         f"every scripted episode, whatever was said, ended at environment.max_turns={limit}: return Step(done=True) "
         f"when there is an answer, or raise the limit; if it is meant to end them, add --accept '{check}'."

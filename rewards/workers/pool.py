@@ -43,7 +43,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.rewards.batches import Scope
-from lockstep.rewards.meter import current
+from lockstep.rewards.meter import Meter
 from lockstep.rewards.outcomes import Outcome, Verdict, logged_value
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Rollout
@@ -93,18 +93,24 @@ class IsolatedReward:
     settings: Mapping[str, Any]
     scope: Scope
 
-    async def judge(self, rollouts: Sequence[Rollout], *, timeout_s: float, by_turn: bool = False) -> list[Verdict]:
+    async def judge(
+        self, rollouts: Sequence[Rollout], meter: Meter, *, timeout_s: float, by_turn: bool = False
+    ) -> list[Verdict]:
         """Return one verdict per rollout. The limit counts from the moment the function is called.
 
-        by_turn: the function may return one number per turn.
+        meter: gets what the function measures. by_turn: the function may return one number per turn.
         """
 
-        meter = current()
-
         async def call(seen: Sequence[Rollout]) -> list[Verdict]:
-            verdicts, sums, counts = await self.pool.judge(
-                self.spec, self.settings, seen, timeout_s, by_turn=by_turn, num_updates=meter.num_updates
-            )
+            request = {
+                "do": "judge",
+                "spec": self.spec,
+                "settings": self.settings,
+                "by_turn": by_turn,
+                "num_updates": meter.num_updates,
+                "rollouts": [to_json(one, shares_prompts=True) for one in seen],
+            }
+            verdicts, sums, counts = await self.pool.judge(request, timeout_s)
             meter.merge(sums, counts)
             return verdicts
 
@@ -132,25 +138,9 @@ class WorkerPool:
             cancelled.set()
         return IsolatedReward(pool=self, spec=spec, settings=settings, scope=scope)
 
-    async def judge(
-        self,
-        spec: str,
-        settings: Mapping[str, Any],
-        rollouts: Sequence[Rollout],
-        timeout_s: float,
-        *,
-        by_turn: bool = False,
-        num_updates: int = 0,
-    ) -> Judged:
+    async def judge(self, request: Mapping[str, Any], timeout_s: float) -> Judged:
+        """Have a worker answer a request of `IsolatedReward.judge`; if this is cancelled, its worker is given up."""
         cancelled = threading.Event()
-        request = {
-            "do": "judge",
-            "spec": spec,
-            "settings": settings,
-            "by_turn": by_turn,
-            "num_updates": num_updates,
-            "rollouts": [to_json(one, shares_prompts=True) for one in rollouts],
-        }
         future = self._threads.submit(self._judge, request, timeout_s, cancelled)
         try:
             return await asyncio.wrap_future(future)

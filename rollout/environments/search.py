@@ -51,7 +51,8 @@ class _Unavailable(Exception):
 class SearchEnvironment:
     """Searches until the model answers; the episode limits the number of turns."""
 
-    declaration = Declaration(reads="prompt", opens="a search server", is_deterministic=False)
+    # Four searches and the answer.
+    declaration = Declaration(reads="prompt", max_turns=5, opens="a search server", is_deterministic=False)
     tools: Tools = ()
 
     def __init__(

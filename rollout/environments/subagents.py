@@ -28,7 +28,7 @@ class SubAgents(ToolEnvironment):
     conversation that delegated, and counted.
     """
 
-    declaration = Declaration(reads="prompt")
+    declaration = Declaration(reads="prompt", max_turns=4)
 
     def __init__(
         self,

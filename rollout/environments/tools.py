@@ -16,7 +16,7 @@ from lockstep.rollout.records import Message
 class ToolEnvironment:
     """Runs tools until the model answers without a tool call; the episode limits the number of turns."""
 
-    declaration = Declaration(reads="prompt")
+    declaration = Declaration(reads="prompt", max_turns=8)
 
     def __init__(
         self,

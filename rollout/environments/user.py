@@ -20,7 +20,7 @@ User = Callable[[Sequence[Message]], Reply | Awaitable[Reply]]
 class SimulatedUser:
     """Answers every assistant turn with a user turn, until the script or the function ends."""
 
-    declaration = Declaration(reads="prompt")
+    declaration = Declaration(reads="prompt", max_turns=4)
     tools: Tools = ()
 
     def __init__(

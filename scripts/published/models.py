@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.model.decoder import OF_TEXT
-from scripts.save_text_model import text_model
+from lockstep.trainer.model.text_model import text_model
 
 FILE = Path(__file__).with_name("configs.jsonl")
 TRAINED_AS_THEY_ARE = ("qwen3_5", "qwen3_5_moe")

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 
+from lockstep.rewards.meter import Meter
 from lockstep.rewards.workers.pool import Isolation, WorkerPool
 from tests.hostile.cases import HERE, Case, cases
 from tests.hostile.run_programs import PR_SET_CHILD_SUBREAPER, libc, survivors
@@ -33,9 +34,9 @@ async def result(case: Case, pool: WorkerPool) -> dict[str, object]:
     """Return the verdicts on a hostile function and on two calls of a well-behaved one after it."""
     hostile, good = (pool.load(f"{path}:score", {}) for path in (case.path, HERE / "well_behaved.py"))
     started = time.monotonic()
-    (verdict,) = await hostile.judge([rollout()], timeout_s=TIMEOUT_S)
+    (verdict,) = await hostile.judge([rollout()], Meter(), timeout_s=TIMEOUT_S)
     took_s = time.monotonic() - started
-    after = await good.judge([rollout(), rollout()], timeout_s=20.0)
+    after = await good.judge([rollout(), rollout()], Meter(), timeout_s=20.0)
     return {"verdict": asdict(verdict), "after": [asdict(one) for one in after], "took_s": took_s}
 
 

@@ -286,7 +286,9 @@ def environment_problems(settings: EnvironmentConfig, max_turns: int) -> Iterato
     for part in parts_of(environment):
         yield from _part_problems(part)
         declared = declaration_of(part).max_turns
-        if settings.max_turns is None and declared > max_turns:
+        declares = next((kind for kind in type(part).__mro__ if "declaration" in vars(kind)), object)
+        is_own = not declares.__module__.startswith("lockstep.")  # a class that extends Lockstep's has the default
+        if is_own and settings.max_turns is None and declared > max_turns:
             yield (
                 f"environment {type(part).__name__} declares max_turns={declared}, which is not read from a file; set "
                 f"environment.max_turns={declared}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -26,8 +27,13 @@ COLUMNS = (
 )
 
 
-def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Medium]:
-    """Return the media of one step by name."""
+def step_media(
+    report: StepReport,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    tolerating: Callable[[str], AbstractContextManager[None]],
+) -> dict[str, Medium]:
+    """Return the media of one step by name. tolerating: that of `MetricsLog`; a page that fails is left out."""
     rows = table_rows(report)[: config.logger.wandb_rollouts]
     media: dict[str, Medium] = {"media/rollouts": Table(columns=COLUMNS, rows=rows)}
     for name, values in distributions(report).items():
@@ -36,7 +42,8 @@ def step_media(report: StepReport, config: Config, tokenizer: PreTrainedTokenize
             media[f"histograms/{name}"] = Histogram(counts=counts, edges=edges)
     if report.batch.layout.num_tokens:
         for page in entry_points(group=PAGES):
-            media[f"media/{page.name}"] = Page(html=page.load()(report, config, tokenizer))
+            with tolerating(f"media/{page.name} (entry point {PAGES}: {page.value})"):
+                media[f"media/{page.name}"] = Page(html=_html(page.load()(report, config, tokenizer)))
     return media
 
 
@@ -88,6 +95,13 @@ def distributions(report: StepReport) -> Mapping[str, np.ndarray]:
         "reward": np.array([rollout.reward for rollout in report.rollouts if rollout.is_trainable]),
         "tokens": np.array([float(rollout.num_sampled) for rollout in report.rollouts]),
     }
+
+
+def _html(page: Any) -> str:
+    """Return a page that other code made. Raises TypeError."""
+    if not isinstance(page, str):
+        raise TypeError(f"it returned {type(page).__name__}, expected HTML as a str")
+    return page
 
 
 def _lines(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -84,7 +84,8 @@ class Reporter:
         if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):
             from lockstep.trainer.observe.step_media import step_media  # other runs do not load it
 
-            self.log.media(report.update, lambda: step_media(report, self._config, self._parts.chat.tokenizer))
+            tokenizer = self._parts.chat.tokenizer
+            self.log.media(report.update, lambda: step_media(report, self._config, tokenizer, self.log.tolerating))
         if is_due(settings.print_rollouts_every, before=before, after=report.update) or is_first:
             for rollout in report.rollouts[: settings.print_rollouts]:
                 self._console.sample(rollout)

@@ -1,1 +1,1 @@
-"""Commands beside training: dry run, diagnosis, replay, servers."""
+"""Commands beside training: dry run, servers."""

@@ -17,7 +17,7 @@ from lockstep.rollout.records import Message
 class ChainEnvironment(ToolEnvironment):
     """`ToolEnvironment` with `lookup` in the row's column `links`, a list of {"key", "value"}."""
 
-    declaration = Declaration(reads="prompt", demo_task="chain")
+    declaration = Declaration(reads="prompt", max_turns=5, demo_task="chain")
 
     def __init__(self, **settings: Any):
         self._links: dict[str, str] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.rewards.composition import FaultTolerance, make_reward_set
-from lockstep.rewards.meter import Meter, measuring
+from lockstep.rewards.meter import Meter
 from lockstep.rewards.trl import from_trl
 from lockstep.rewards.workers.pool import Isolation, WorkerPool
 from lockstep.rollout.errors import ConfigError
@@ -152,8 +152,7 @@ async def test_all_signatures_give_the_same_in_worker_processes(tmp_path: Path) 
     try:
         for number, (name, source) in enumerate(CALLED.items()):
             function = pool.load(f"{write(tmp_path / str(number), source)}:f", {})
-            with measuring(Meter(num_updates=20)):
-                verdicts = await function.judge(given(), timeout_s=30.0)
+            verdicts = await function.judge(given(), Meter(num_updates=20), timeout_s=30.0)
             assert [verdict.value for verdict in verdicts] == [1.0, 0.0], (name, verdicts)
     finally:
         pool.close()

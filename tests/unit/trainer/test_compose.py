@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lockstep.rollout.environments import declaration
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.declared import missing_problems
 from lockstep.trainer.checks.names import reward_name_problems
@@ -56,6 +57,13 @@ def test_an_environment_without_a_preset_has_three_turns_and_single_turn_one() -
     assert composed("environment.name=my.py:Env").max_turns == 3
     assert composed("environment.name=my.py:Env", "environment.max_turns=7").max_turns == 7
     assert composed().horizon == composed("environment=single_turn").horizon
+
+
+@pytest.mark.parametrize("preset", sorted((CONFIG_DIR / "environment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_preset_has_the_turns_that_its_class_declares(preset: Path) -> None:
+    config = composed(f"environment={preset.stem}")
+    assert config.environment.max_turns is None, "the number belongs into the declaration of the class"
+    assert config.max_turns == declaration(config.environment.name).max_turns
 
 
 def parts_of(experiment: str) -> set[str]:

@@ -80,6 +80,14 @@ def test_an_environment_that_cannot_be_made_ends_in_a_sentence(
     assert problem in found
 
 
+def test_a_class_of_a_file_that_extends_one_of_ours_keeps_the_default_of_turns(tmp_path: Path) -> None:
+    written = "from lockstep.rollout.environments.tools import ToolEnvironment\nclass Mine(ToolEnvironment): ...\n"
+    (tmp_path / "mine.py").write_text(written)
+    config = composed(f"environment.name={tmp_path}/mine.py:Mine")
+    assert list(environment_problems(config)) == []
+    assert config.max_turns == 3
+
+
 OWN = """
 import time
 

@@ -22,8 +22,8 @@ from transformers import (
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.model.decoder import refuse_architecture
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.text_model import text_model
 from scripts.published.models import published_models
-from scripts.save_text_model import text_model
 from tests.fixtures.families import FAMILIES, SIZES
 from tests.fixtures.published import PUBLISHED
 

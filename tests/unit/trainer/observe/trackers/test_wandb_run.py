@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.observe.metrics_log import MetricsLog
-from lockstep.trainer.observe.step_media import COLUMNS, distributions, step_media, table_rows
+from lockstep.trainer.observe.metrics_log import MetricsLog, read_metrics
+from lockstep.trainer.observe.step_media import COLUMNS, PAGES, distributions, step_media, table_rows
 from lockstep.trainer.observe.step_metrics import StepReport
+from lockstep.trainer.observe.trackers.tracker import Page
 from lockstep.trainer.observe.trackers.wandb_run import SUMMARIES, Lineage, WandbRun
 from lockstep.trainer.run.provenance import provenance
 from tests.fixtures import wandb_files
@@ -50,7 +52,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     metrics = MetricsLog(directory / "metrics.jsonl", OFFLINE, run_config=config)
     metrics.write(1, {"reward/mean": 0.25, "rollout_correction/kl": 1e-7})
     metrics.write(3, {"reward/mean": 0.5, "rollout_correction/kl": 2e-7})
-    metrics.media(3, lambda: step_media(step_report(), Config(), TOKENIZER))
+    metrics.media(3, lambda: step_media(step_report(), Config(), TOKENIZER, metrics.tolerating))
     metrics.close()
     assert metrics.wandb_id == wandb_files.run_record(directory).run_id
     return directory
@@ -98,6 +100,41 @@ def test_an_untrained_rollout_is_in_the_table_without_advantage():
     rows = table_rows(report)
     assert rows[-1][COLUMNS.index("advantage")] is None
     assert rows[0][COLUMNS.index("advantage")] is not None
+
+
+def fine_page(report: StepReport, config: Config, tokenizer: object) -> str:
+    return f"<!DOCTYPE html><p>update {report.update}"
+
+
+def failing_page(report: StepReport, config: Config, tokenizer: object) -> str:
+    raise ValueError("no board")
+
+
+def numeric_page(report: StepReport, config: Config, tokenizer: object) -> int:
+    return 7
+
+
+def test_a_page_of_a_package_that_fails_loses_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    functions = {"board": "failing_page", "number": "numeric_page", "gone": "missing_page", "moves": "fine_page"}
+    pages = [EntryPoint(name, f"{__name__}:{function}", PAGES) for name, function in functions.items()]
+    monkeypatch.setattr("lockstep.trainer.observe.step_media.entry_points", lambda group: pages)
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", LoggerConfig(wandb="off"), run_config={})
+    for _ in range(2):
+        media = step_media(step_report(), Config(), TOKENIZER, metrics.tolerating)
+    assert media["media/moves"] == Page(html="<!DOCTYPE html><p>update 3")
+    assert {"media/rollouts", "histograms/reward"} < media.keys()
+    assert media.keys().isdisjoint({"media/board", "media/number", "media/gone"})
+    board, number, gone = (record.getMessage() for record in caplog.records)
+    assert board.startswith(
+        f"media/board (entry point lockstep.media: {__name__}:failing_page) failed (ValueError: no board)"
+    )
+    assert "TypeError: it returned int, expected HTML as a str" in number
+    assert "media/gone" in gone
+    assert "missing_page" in gone
+    metrics.write(3, {})
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["health/logger_errors"] == 6
 
 
 def test_the_token_view_is_a_page(logged: Path):

@@ -1,0 +1,86 @@
+"""Metrics and rollouts of a run in the terminal (`scripts/inspect_run.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lockstep.rollout.episode.rows import rows_from_calls
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import Rollout
+from lockstep.rollout.safe_text import print_error, terminal_safe
+from lockstep.rollout.saved_rollouts import read_newest_rollouts, read_rollouts
+from lockstep.rollout.system.plain_files import behind_link
+from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.metrics_log import read_metrics
+
+
+def show_run(run: Path, *, step: int | None, rollout_id: int | None, with_tokens: bool) -> int:
+    """Print the metrics of a step and some of its rollouts. Returns the exit status: 2 if none are saved.
+
+    Args:
+        step: update; None: the newest with saved rollouts.
+        rollout_id: None: the best and the worst.
+
+    Raises `LockstepError`: files that cannot be read.
+    """
+    console = Console(highlight=False)
+    run = behind_link(run)
+    directory = run / "rollouts"
+    if step is None:
+        path, rollouts, passed_over = read_newest_rollouts(directory)
+        for sentence in passed_over:
+            print_error(sentence)
+    else:
+        path = directory / f"step-{step:06d}.jsonl"
+        rollouts = list(read_rollouts(path)) if path.is_file() else []
+    if path is None or not rollouts:
+        print_error(f"no saved rollouts at {path or directory}")
+        return 2
+    update = int(path.stem.split("-")[1])
+    metrics = next((line for line in read_metrics(run / "metrics.jsonl") if line["step"] == update), {})
+    title = Text(f"{terminal_safe(run.resolve().name)}, update {update}")
+    table = Table(title=title, show_header=False)
+    for name, value in metrics.items():
+        if "/" in name and value is not None:
+            table.add_row(Text(terminal_safe(name)), f"{value:.6g}")
+    console.print(table)
+
+    ordered = sorted(rollouts, key=lambda rollout: rollout.reward)
+    chosen = [ordered[-1], ordered[0]] if len(ordered) > 1 else ordered
+    if rollout_id is not None:
+        chosen = [rollout for rollout in rollouts if rollout.rollout_id == rollout_id]
+    for rollout in chosen:
+        RunConsole(enabled=True, total_updates=0).sample(rollout)
+        if with_tokens:
+            _print_tokens(console, rollout, run)
+    return 0
+
+
+def _tokenizer(model: Path) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a run that others may have written; None without a model."""
+    if not model.is_dir():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare exceptions
+        raise ConfigError(
+            f"{model} has no tokenizer that loads without its own code ({type(error).__name__}: {error}); leave out "
+            "--tokens, or load it yourself"
+        ) from error
+
+
+def _print_tokens(console: Console, rollout: Rollout, run: Path) -> None:
+    tokenizer = _tokenizer(run / "model")
+    for number, row in enumerate(rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id)):
+        console.print(f"row {number}: {len(row)} tokens, {row.num_trained} trained")
+        for i, token in enumerate(row.ids.tolist()):
+            piece = repr(tokenizer.decode([token])) if tokenizer and token < len(tokenizer) else ""
+            style = "bold" if row.loss_mask[i] else "dim"
+            logprob = f"{row.sampling_logprobs[i]:9.4f}" if row.loss_mask[i] else " " * 9
+            turn = f"turn {row.turns[i]:3d}" if row.loss_mask[i] else " " * 8
+            console.print(Text(f"  {i:5d} {token:7d} {logprob} {turn}  {piece}", style=style))
