@@ -89,12 +89,12 @@ class Trained:
 
 @torch.no_grad()
 def scores(model: PreTrainedModel, rows: list[tuple[list[int], int]]) -> Scores:
-    found = []
+    logps = []
     for ids, prompt in rows:
         logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
         logp = torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        found.append(logp[prompt - 1 :])
-    return Scores(found)
+        logps.append(logp[prompt - 1 :])
+    return Scores(logps)
 
 
 @torch.no_grad()
@@ -185,9 +185,9 @@ def measure(
             trained.update(size)
             reports += [sync.push(version) for _ in range(repeats)]
             sent_now = sent_by(trained, adapters=engine.takes_adapters)
-            exact, held = trained.score(rows, exact=True), held_scores(path, sent_now, rows)
+            exact, held_after = trained.score(rows, exact=True), held_scores(path, sent_now, rows)
             slope, correlation = slope_and_correlation(
-                held.tokens - held_before.tokens, exact.tokens - exact_before.tokens
+                held_after.tokens - held_before.tokens, exact.tokens - exact_before.tokens
             )
             difference = engine_scores(engine, rows).tokens - trained.score(rows, exact=False).tokens
             table.append(
@@ -227,10 +227,10 @@ def main() -> None:
         for title, settings, adapters in sides:
             with engine_of(args.model, loop, Path(logs) / "engine.log", adapters=adapters) as engine:
                 rows = rows or sampled_rows(engine, args.model, number)
-                found, syncs[title] = measure(
+                lines, syncs[title] = measure(
                     title, args.model, Trained(args.model, lora=settings), engine, rows, sizes, repeats
                 )
-                table += found
+                table += lines
 
     def median(title: str, of: Callable[[SyncReport], float]) -> float:
         return statistics.median(map(of, syncs[title]))

@@ -62,7 +62,7 @@ def summary(name: str, runs: Sequence[list[Metrics]]) -> Row:
     """Return a row of means over the updates of all runs (seeds)."""
     steady = [line for lines in runs for line in lines[WARM_UP:]]
     lines = [line for lines in runs for line in lines]
-    dropped = sum(line.get("rollout/dropped_stale", 0.0) for line in lines)
+    num_dropped = sum(line.get("rollout/dropped_stale", 0.0) for line in lines)
     rewards = np.mean([[line["reward/mean"] for line in lines] for lines in runs], axis=0)
     return {
         "": name,
@@ -70,7 +70,7 @@ def summary(name: str, runs: Sequence[list[Metrics]]) -> Row:
         "waiting": float(np.mean([line["perf/idle_frac"] for line in steady])),
         "lag, max": max(line["rollout_correction/version_lag_max"] for line in lines),
         "lag, mean": float(np.mean([line["rollout_correction/version_lag_mean"] for line in steady])),
-        "dropped": dropped / (dropped + sum(line["rollout/delivered"] for line in lines)),
+        "dropped": num_dropped / (num_dropped + sum(line["rollout/delivered"] for line in lines)),
         "reward by quarter": " ".join(f"{part.mean():.2f}" for part in np.array_split(rewards, QUARTERS)),
     }
 

@@ -74,7 +74,7 @@ def measure(name: str, *, busy: Sequence[int], repeats: int, threads: int | None
         start("lockstep", ["--run-root", folder, "--plain"], **waiting())
         if with_trl:
             start("trl", [], OMP_NUM_THREADS=str(threads or len(os.sched_getaffinity(0))))
-        said: dict[str, Said] = {side: {count: [] for count in rounds} for side in sides}
+        reports: dict[str, Said] = {side: {count: [] for count in rounds} for side in sides}
         for opponent in sides.values():
             opponent.first_turn()
             opponent.turn()  # warm
@@ -82,8 +82,8 @@ def measure(name: str, *, busy: Sequence[int], repeats: int, threads: int | None
             for side, opponent in sides.items():
                 for count in rounds:
                     with busy_cores(pins(count)):
-                        said[side][count].append(opponent.turn())
-    return said
+                        reports[side][count].append(opponent.turn())
+    return reports
 
 
 def summary(name: str, said: Mapping[str, Said]) -> tuple[list[dict[str, object]], dict[str, float]]:
@@ -122,10 +122,10 @@ def main() -> None:
     numbers: dict[str, float] = {}
     for name in args.workloads:
         COMPARED[name].prepare()
-        said = measure(
+        reports = measure(
             name, busy=args.busy, repeats=args.repeats, threads=args.threads, with_trl=not (args.no_trl or args.quick)
         )
-        of_workload, ratios = summary(name, said)
+        of_workload, ratios = summary(name, reports)
         rows += of_workload
         numbers |= ratios
     report("busy_core", rows, numbers, as_json=args.json)

@@ -114,14 +114,14 @@ def measure(pair: Pair, *, updates: int, warm_up: int) -> tuple[Said, dict[str, 
         contextlib.ExitStack() as stack,
     ):
         sides = pair.start(stack, updates=1 + max(rounds.values()) + updates, folder=Path(folder), is_saved=False)
-        said: Said = {side: [opponent.first_turn()] for side, opponent in sides.items()}
-        chosen = {side: best_threads(sides[side], trials[side], rounds=warm_up) for side in SIDES}
+        reports: Said = {side: [opponent.first_turn()] for side, opponent in sides.items()}
+        threads = {side: best_threads(sides[side], trials[side], rounds=warm_up) for side in SIDES}
         for _ in range(updates):
             for side, opponent in sides.items():
-                said[side].append(opponent.turn(chosen[side]))
+                reports[side].append(opponent.turn(threads[side]))
         for opponent in sides.values():  # nothing is kept of them
             opponent.kill()
-    return said, chosen
+    return reports, threads
 
 
 def best_threads(side: Opponent, counts: Sequence[int], *, rounds: int) -> int:
@@ -131,9 +131,9 @@ def best_threads(side: Opponent, counts: Sequence[int], *, rounds: int) -> int:
     seconds, tokens = dict.fromkeys(counts, 0.0), dict.fromkeys(counts, 0.0)
     for _ in range(rounds):
         for count in counts:
-            said = side.turn(count)
-            seconds[count] += said["seconds"]
-            tokens[count] += said["trained_tokens"]
+            turn_report = side.turn(count)
+            seconds[count] += turn_report["seconds"]
+            tokens[count] += turn_report["trained_tokens"]
     return max(counts, key=lambda count: tokens[count] / seconds[count])
 
 
@@ -180,7 +180,7 @@ def curve(turns: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
 def heldout_reward(pair: Pair, model: Path) -> float:
     """Return the mean greedy reward of a model on the held-out rows."""
     command = ["scripts/evaluate.py", *pair.workload.settings(), *pair.settings, f"model.path={model}"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *command, "eval.prompts=null"],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -188,7 +188,7 @@ def heldout_reward(pair: Pair, model: Path) -> float:
         text=True,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])["eval/reward_mean"]
+    return json.loads(result.stdout.splitlines()[-1])["eval/reward_mean"]
 
 
 def train_and_evaluate(pair: Pair, *, updates: int) -> dict[str, Any]:
@@ -196,10 +196,10 @@ def train_and_evaluate(pair: Pair, *, updates: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".benchmark-") as folder:
         with contextlib.ExitStack() as stack:
             sides = pair.start(stack, updates=updates, folder=Path(folder), is_saved=True)
-            said: Said = {side: [opponent.first_turn()] for side, opponent in sides.items()}
+            reports: Said = {side: [opponent.first_turn()] for side, opponent in sides.items()}
             for _ in range(updates - 1):
                 for side, opponent in sides.items():
-                    said[side].append(opponent.turn())
+                    reports[side].append(opponent.turn())
         models = {"lockstep": Path(folder) / "lockstep" / "model", "trl": Path(folder) / "trl"}
         return {
             side: {
@@ -207,7 +207,7 @@ def train_and_evaluate(pair: Pair, *, updates: int) -> dict[str, Any]:
                 "trained_tokens": [turn["trained_tokens"] for turn in turns],
                 "heldout": heldout_reward(pair, models[side]),
             }
-            for side, turns in said.items()
+            for side, turns in reports.items()
         }
 
 
@@ -281,11 +281,11 @@ def main() -> None:
             rows += seed_rows(name, content)
             continue
         trials = 0 if args.curve else 1 if args.quick else WARM_UP
-        said, chosen = measure(pair, updates=updates - bool(args.curve), warm_up=trials)
-        of_workload, ratios[name] = summary(COMPARED[name], said, chosen)
+        reports, num_threads = measure(pair, updates=updates - bool(args.curve), warm_up=trials)
+        of_workload, ratios[name] = summary(COMPARED[name], reports, num_threads)
         rows += of_workload
-        curves[name] = {side: curve(said[side]) for side in SIDES}
-        of_stages[name] = stages(said["lockstep"][1:])
+        curves[name] = {side: curve(reports[side]) for side in SIDES}
+        of_stages[name] = stages(reports["lockstep"][1:])
     numbers = {headline: ratios[name] for headline, name in HEADLINES.items() if name in ratios}
     others = {f"{name}_ratio": ratio for name, ratio in ratios.items() if name not in HEADLINES.values()}
     if of_stages:

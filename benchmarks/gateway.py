@@ -41,17 +41,17 @@ async def rollout_times(*, turns: int, sampled: int, sends_ids: bool) -> tuple[l
     session = Session("", offered=(sampling,), any_model=True)
     offer = Offer(session=session, sampling=[sampling], vocab_size=len(tokenizer), max_model_len=engine.max_model_len)
     messages: list[Any] = [{"role": "user", "content": "say it"}]
-    times, raw, spent = [], b"", 0.0
+    times, raw, cpu_s = [], b"", 0.0
     for number in range(turns):
         engine.prompts.clear()
         raw = json.dumps({"model": "policy", "messages": messages}).encode()
-        started = time.process_time()
+        start = time.process_time()
         request = CHAT_COMPLETIONS.read(read_json(raw), offer)
         completion = await complete(engine, chat, prompts, session, request)
         reply = Reply(completion=completion, model="policy", decode=chat.decode)
         answer = json.dumps(CHAT_COMPLETIONS.body(reply))
-        spent += time.process_time() - started
-        times.append(spent)
+        cpu_s += time.process_time() - start
+        times.append(cpu_s)
         message = json.loads(answer)["choices"][0]["message"]
         if not sends_ids:
             message = {"role": message["role"], "content": message["content"]}
@@ -72,8 +72,8 @@ def main() -> None:
         times, size = asyncio.run(rollout_times(turns=args.turns, sampled=args.sampled, sends_ids=sends_ids))
         points = [args.turns // 4, args.turns // 2, args.turns]
         seconds = [times[turns - 1] for turns in points]
-        for turns, spent in zip(points, seconds, strict=True):
-            rows.append({"messages": name, "turns": turns, "CPU s": spent, "ms per turn": spent / turns * 1000})
+        for turns, cpu_s in zip(points, seconds, strict=True):
+            rows.append({"messages": name, "turns": turns, "CPU s": cpu_s, "ms per turn": cpu_s / turns * 1000})
         numbers[f"exponent {name}"] = fitted_exponent(points, seconds)
         numbers[f"last request {name} [KiB]"] = size / 1024
     report("gateway", rows, numbers, as_json=args.json)

@@ -65,9 +65,9 @@ def point(sizes: dict[str, int], threads: int) -> dict[str, float]:
     )
     step = trainer_step(policy, config, rollouts)
     step()
-    started = time.process_time()
+    start = time.process_time()
     report = step()
-    seconds = time.process_time() - started
+    seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {
         "seconds": seconds,
@@ -92,7 +92,7 @@ def on_ranks(sizes: dict[str, int], ranks: int) -> dict[str, float]:
     """Run `point` under `accelerate launch`: DDP over gloo, one thread per rank."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/ddp.yaml"]
     command = [*launcher, "--num_processes", str(ranks), "--main_process_port", "0"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, __file__, "--point", json.dumps(sizes)],
         cwd=Path(__file__).resolve().parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -101,7 +101,7 @@ def on_ranks(sizes: dict[str, int], ranks: int) -> dict[str, float]:
         check=True,
     )
     return max(
-        (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")), key=lambda p: p["seconds"]
+        (json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")), key=lambda p: p["seconds"]
     )
 
 
@@ -110,12 +110,12 @@ def sweep(name: str, values: tuple[int, ...], base: dict[str, int], threads: int
     rows = []
     for value in values:
         if name == "ranks":
-            found = on_ranks(base, value)
+            result = on_ranks(base, value)
         else:
             sizes = base | {name: value}
             sizes["rows"] = max(sizes["rows"], sizes["group"])
-            found = in_own_process(sizes, threads)
-        rows.append({"sweep": name, "size": value, **found})
+            result = in_own_process(sizes, threads)
+        rows.append({"sweep": name, "size": value, **result})
     return rows
 
 

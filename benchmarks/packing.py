@@ -77,14 +77,14 @@ def padded_step(policy: Policy, rows: list[TrainingRow], budget: int) -> int:
     batches = padded_batches(rows, budget)
     for batch in batches:
         longest = max(map(len, batch))
-        ids, mask, trained = (torch.zeros(len(batch), longest, dtype=torch.int64) for _ in range(3))
+        ids, mask, loss_mask = (torch.zeros(len(batch), longest, dtype=torch.int64) for _ in range(3))
         for index, row in enumerate(batch):
             ids[index, : len(row)] = torch.from_numpy(row.ids)
             mask[index, : len(row)] = 1
-            trained[index, : len(row)] = torch.from_numpy(row.loss_mask)
-        ids, mask, trained = ids.to(DEVICE), mask.to(DEVICE), trained.to(DEVICE)
+            loss_mask[index, : len(row)] = torch.from_numpy(row.loss_mask)
+        ids, mask, loss_mask = ids.to(DEVICE), mask.to(DEVICE), loss_mask.to(DEVICE)
         hidden = policy.causal_lm.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        where = trained[:, 1:].bool()
+        where = loss_mask[:, 1:].bool()
         weight = policy.causal_lm.get_parameter("lm_head.weight")
         logp_T, _ = fused_logprobs(
             hidden[:, :-1][where],
@@ -114,7 +114,7 @@ def main() -> None:
         args.rows, args.median, args.repeats = 8, 40, 1
     torch.set_num_threads(args.threads)
     rows = training_rows(args)
-    tokens, trained = sum(map(len, rows)), sum(row.num_trained for row in rows)
+    tokens, trained_tokens = sum(map(len, rows)), sum(row.num_trained for row in rows)
     model = small_qwen3(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
 
     def policy(attention: str) -> Policy:
@@ -140,13 +140,13 @@ def main() -> None:
         repeats=args.repeats,
         clock=clock,
     )
-    padded = sum(len(batch) * max(map(len, batch)) for batch in padded_batches(rows, args.budget))
+    padded_tokens = sum(len(batch) * max(map(len, batch)) for batch in padded_batches(rows, args.budget))
     table = [
         {
             "side": name,
             "microbatches": microbatches[name],
-            "real tokens": tokens / (padded if name == "padded" else tokens),
-            "trained tokens/s": trained / min(times),
+            "real tokens": tokens / (padded_tokens if name == "padded" else tokens),
+            "trained tokens/s": trained_tokens / min(times),
         }
         for name, times in seconds.items()
     ]

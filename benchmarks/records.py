@@ -48,13 +48,13 @@ def main() -> None:
     microseconds: dict[str, float] = {}
 
     def timed(stage: str, work: Callable[[], Any]) -> Any:
-        started = time.process_time()
+        start = time.process_time()
         result = work()
-        microseconds[stage] = (time.process_time() - started) / (args.rollouts * args.sampled) * 1e6
+        microseconds[stage] = (time.process_time() - start) / (args.rollouts * args.sampled) * 1e6
         return result
 
-    given = answers(rollouts=args.rollouts, prompt=args.prompt, sampled=args.sampled)
-    calls = timed("record of the call", lambda: [EngineCall(**answer) for answer in given])
+    engine_answers = answers(rollouts=args.rollouts, prompt=args.prompt, sampled=args.sampled)
+    calls = timed("record of the call", lambda: [EngineCall(**answer) for answer in engine_answers])
     rows = timed("rows", lambda: [rows_from_calls([call], rollout_id=i) for i, call in enumerate(calls)])
     rollouts = [Rollout(rollout_id=i, group_id=0, calls=(call,)) for i, call in enumerate(calls)]
     batch = timed("batch (makes the rows again)", lambda: StepBatch.of(rollouts, mask_truncated=False))

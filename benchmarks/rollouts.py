@@ -59,8 +59,8 @@ def single_turns(batches: int, tokens: int) -> dict[str, dict[str, float]]:
             for name, side in sides.items():
                 turns[name].append(side.turn())
     return {
-        name: {clock: sum(turn["tokens"] for turn in taken) / sum(turn[clock] for turn in taken) for clock in CLOCKS}
-        for name, taken in turns.items()
+        name: {clock: sum(turn["tokens"] for turn in rows) / sum(turn[clock] for turn in rows) for clock in CLOCKS}
+        for name, rows in turns.items()
     }
 
 
@@ -82,13 +82,13 @@ def slow_tools(mean_s: float) -> dict[str, float]:
                 max_turns=workload.max_turns,
                 seed=0,
             )
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             loop.run(
                 sampler.collect(
                     questions(workload), samples_per_prompt=workload.samples_per_prompt, sampling=sampling, step=step
                 )
             )
-            return meter, time.perf_counter() - started
+            return meter, time.perf_counter() - start_s
 
         collect(0.001, 0)
         meter, seconds = collect(mean_s, 1)

@@ -45,7 +45,9 @@ def main() -> None:
             "run_python, alone": lambda: run_python("print(6 * 7)"),
         }
         interleaved(sides, repeats=1)  # files are read for the first time
-        times = {name: statistics.median(found) * 1e3 for name, found in interleaved(sides, repeats=repeats).items()}
+        times = {
+            name: statistics.median(seconds) * 1e3 for name, seconds in interleaved(sides, repeats=repeats).items()
+        }
     numbers = {
         "python_ratio": times["python, in a sandbox"] / times["python, bare"],
         "shell_ratio": times["shell, in a sandbox"] / times["shell, bare"],

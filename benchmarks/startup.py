@@ -49,7 +49,7 @@ def command(run_root: str) -> list[str]:
 def milestones() -> dict[str, float]:
     """Start a run; return the seconds of each stage."""
     with tempfile.TemporaryDirectory() as run_root:
-        started = time.perf_counter()
+        start = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-u", *command(run_root)],
             cwd=ROOT,
@@ -59,7 +59,7 @@ def milestones() -> dict[str, float]:
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
         assert process.stdout is not None
-        seconds, last, pending = {}, started, list(MILESTONES)
+        seconds, last, pending = {}, start, list(MILESTONES)
         for line in process.stdout:
             if pending and line.startswith(pending[0][1]):
                 now = time.perf_counter()
@@ -69,13 +69,13 @@ def milestones() -> dict[str, float]:
             raise RuntimeError(
                 f"the run ended with status {process.returncode} before: {[what for what, _ in pending]}"
             )
-    return seconds | {"in all": last - started}
+    return seconds | {"in all": last - start}
 
 
 def imports() -> dict[str, float]:
     """Return the import seconds of a run by package, with the modules that it was the first to import."""
     with tempfile.TemporaryDirectory() as run_root:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-X", "importtime", *command(run_root)],
             cwd=ROOT,
             stderr=subprocess.PIPE,
@@ -84,7 +84,7 @@ def imports() -> dict[str, float]:
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
     seconds = dict.fromkeys(PACKAGES, 0.0)
-    for line in done.stderr.splitlines():
+    for line in result.stderr.splitlines():
         match = re.match(r"import time:\s+(\d+) \|\s+(\d+) \|\s*(\S+)", line)
         if match and (package := match[3].partition(".")[0]) in seconds:
             seconds[package] += int(match[1]) / 1e6

@@ -39,22 +39,22 @@ def launch(module: str, arguments: dict[str, Any], *, ranks: int) -> dict[str, A
     """Run a program of the harness on two ranks; return the JSON object in the last line of rank 0."""
     words = [word for name, value in arguments.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*launcher, str(HARNESS / module), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    return next(json.loads(line) for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+    return next(json.loads(line) for line in reversed(result.stdout.splitlines()) if line.startswith("{"))
 
 
 def against_the_copy(sizes: dict[str, dict[str, int]], args: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return rows and numbers of the sides at every size."""
     rows, points = [], []
     for name, size in sizes.items():
-        wished = {"dtype": args.dtype, "bucket_mib": args.bucket_mib, "repeats": args.repeats}
-        point = launch("sync_sides.py", {**size, **wished}, ranks=2)
+        options = {"dtype": args.dtype, "bucket_mib": args.bucket_mib, "repeats": args.repeats}
+        point = launch("sync_sides.py", {**size, **options}, ranks=2)
         points.append(point)
         for side, seconds in point["seconds"].items():
             extra = point["extra_bytes"][side]

@@ -93,9 +93,9 @@ def measure(
         await asyncio.gather(*map(engine.generate, prompts, sampling))
 
     before = cpu_s(*generating), cpu_s(*rest)
-    started = time.perf_counter()
+    start = time.perf_counter()
     engine.loop.run(all_of_them())
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start
     total = requests * tokens
     return Cost(
         seconds=seconds / total,
@@ -118,7 +118,7 @@ def main() -> None:
     key = secrets.token_urlsafe(16)
     me = psutil.Process()
     with tempfile.TemporaryDirectory() as logs, BackgroundLoop() as loop:
-        embedded = EmbeddedEngine(
+        embedded_engine = EmbeddedEngine(
             EngineSettings(model=workload.model_path, max_model_len=CONTEXT, kv_cache_gib=KV_CACHE_GIB, num_threads=1),
             loop=loop,
             log_path=Path(logs) / "engine.log",
@@ -126,28 +126,28 @@ def main() -> None:
         own_engine = me.children(recursive=True)
         with server(workload.model_path, key, Path(logs) / "server.log") as (url, front):
             compact, plain = (
-                ServerEngine(url, loop=loop, vocab_size=embedded.vocab_size, api_key=key) for _ in range(2)
+                ServerEngine(url, loop=loop, vocab_size=embedded_engine.vocab_size, api_key=key) for _ in range(2)
             )
             plain._route = GENERATE  # the route of a server without Lockstep's middleware
             its_engine = front.children(recursive=True)
             ways: dict[str, tuple[SyncedEngine, list[psutil.Process], list[psutil.Process]]] = {
-                "in process": (embedded, own_engine, [me]),
+                "in process": (embedded_engine, own_engine, [me]),
                 "HTTP, compact": (compact, its_engine, [me, front]),
                 "HTTP, vLLM's JSON": (plain, its_engine, [me, front]),
             }
-            found: dict[str, list[Cost]] = {name: [] for name in ways}
+            costs_by_way: dict[str, list[Cost]] = {name: [] for name in ways}
             with gc_frozen():  # as in a run
                 for number in range(args.rounds + 1):
                     for name, way in ways.items():
                         cost = measure(*way, requests=args.requests, tokens=args.tokens)
                         if number:  # the first batch compiles and fills caches
-                            found[name].append(cost)
+                            costs_by_way[name].append(cost)
             for remote in (compact, plain):
                 loop.run(remote.close())
-        loop.run(embedded.close())
+        loop.run(embedded_engine.close())
 
     def median(name: str, field: str) -> float:
-        return statistics.median(getattr(cost, field) for cost in found[name])
+        return statistics.median(getattr(cost, field) for cost in costs_by_way[name])
 
     rows = [
         {
@@ -159,7 +159,7 @@ def main() -> None:
         for name in ways
     ]
     in_process, *over_http = ways
-    generating_us = statistics.median(cost.generating_us for costs in found.values() for cost in costs)
+    generating_us = statistics.median(cost.generating_us for costs in costs_by_way.values() for cost in costs)
     cost_us = {
         name: median(way, "rest_us") - median(in_process, "rest_us")
         for name, way in zip(("compact", "json"), over_http, strict=True)

@@ -56,11 +56,11 @@ def bound(policy: Policy, batch: StepBatch, config: Config) -> Callable[[], None
     head = policy.causal_lm.get_output_embeddings()
 
     def step() -> None:
-        for packed in packs:
+        for pack in packs:
             with autocast(config.model.dtype):
-                hidden = policy.hidden_states(packed)
-                logits = head(hidden[packed.target_index_T])
-            logp = logits.float().log_softmax(-1).gather(1, packed.target_ids_T[:, None])
+                hidden = policy.hidden_states(pack)
+                logits = head(hidden[pack.target_index_T])
+            logp = logits.float().log_softmax(-1).gather(1, pack.target_ids_T[:, None])
             (logp.sum() / batch.layout.num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
@@ -169,8 +169,8 @@ def main() -> None:
             step()
         seconds = interleaved(sides, repeats=args.repeats, clock=clock)
     best = {name: min(times) for name, times in seconds.items()}
-    trained = batch.layout.num_tokens
-    rows = [{"side": name, "s/update": best[name], "trained tokens/s": trained / best[name]} for name in best]
+    trained_tokens = batch.layout.num_tokens
+    rows = [{"side": name, "s/update": best[name], "trained tokens/s": trained_tokens / best[name]} for name in best]
     numbers = {"overhead": best["lockstep"] / best["bound"] - 1, "trl_ratio": best["trl"] / best["lockstep"]}
     if args.peak_tflops:
         shape = ModelShape.of(model, model, model.config)
@@ -179,7 +179,7 @@ def main() -> None:
     details = {
         "parameters": model.num_parameters(),
         "tokens": sum(map(len, batch.rows)),
-        "trained_tokens": trained,
+        "trained_tokens": trained_tokens,
         "seconds": seconds,
     }
     report("update", rows, numbers, as_json=args.json, details=details)

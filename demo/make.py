@@ -51,13 +51,13 @@ def make_demo(
     if task not in TASKS:
         raise ConfigError(f"unknown demo task {task!r}; expected one of {', '.join(TASKS)}")
     model_dir, data_dir = Path(model_dir), Path(data_dir)
-    made = find_made(task, model_dir, data_dir, seed, architecture)
-    if made is not None:
-        return made
+    demo = find_made(task, model_dir, data_dir, seed, architecture)
+    if demo is not None:
+        return demo
     with _only_maker(model_dir):
         # Another process may have made it meanwhile.
-        made = find_made(task, model_dir, data_dir, seed, architecture)
-        return made or _make(TASKS[task], model_dir, data_dir, seed, console, architecture)
+        demo = find_made(task, model_dir, data_dir, seed, architecture)
+        return demo or _make(TASKS[task], model_dir, data_dir, seed, console, architecture)
 
 
 def _make(
@@ -168,8 +168,8 @@ class _Bar:
         self._reward = reward if reward is not None else self._reward
         note = f"loss {loss:.3f}" + (f"  reward {self._reward:.2f}" if self._reward is not None else "")
         if stage == "noise":  # the first stage has ended, after any number of steps
-            done = self._progress.tasks[self._lines["skill"]].completed
-            self._progress.update(self._lines["skill"], total=max(done, 1))
+            num_done = self._progress.tasks[self._lines["skill"]].completed
+            self._progress.update(self._lines["skill"], total=max(num_done, 1))
         self._progress.update(self._lines[stage], completed=step, note=note)
 
 

@@ -96,11 +96,12 @@ def demonstrate(
 
 def tokenize(episode: Episode, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
     """Tokenize a whole conversation; a token is learned if it lies in an assistant turn."""
-    encoded = tokenizer(episode.text, return_offsets_mapping=True, add_special_tokens=False)
+    encoding = tokenizer(episode.text, return_offsets_mapping=True, add_special_tokens=False)
     is_learned = [
-        any(start <= first and last <= end for start, end in episode.spans) for first, last in encoded["offset_mapping"]
+        any(start <= first and last <= end for start, end in episode.spans)
+        for first, last in encoding["offset_mapping"]
     ]
-    return Demonstration(ids=encoded["input_ids"], is_learned=is_learned)
+    return Demonstration(ids=encoding["input_ids"], is_learned=is_learned)
 
 
 @torch.no_grad()
@@ -149,9 +150,9 @@ def _sample_turns(
     ids_BT, mask_BT = prompt["input_ids"], prompt["attention_mask"]
     end_id = tokenizer.convert_tokens_to_ids(TURN_END)
     cache = DynamicCache(config=model.config)
-    sampled: list[torch.Tensor] = []
+    sampled_ids: list[torch.Tensor] = []
     ended_B = torch.zeros(len(texts), dtype=torch.bool)
-    while len(sampled) < MAX_TURN_TOKENS and not ended_B.all():
+    while len(sampled_ids) < MAX_TURN_TOKENS and not ended_B.all():
         positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         logits_BV = model(
             input_ids=ids_BT,
@@ -165,10 +166,10 @@ def _sample_turns(
             ids_BT = logits_BV.argmax(-1, keepdim=True)
         else:
             ids_BT = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
-        sampled.append(ids_BT[:, 0])
+        sampled_ids.append(ids_BT[:, 0])
         ended_B |= ids_BT[:, 0] == end_id
         mask_BT = torch.cat([mask_BT, torch.ones_like(ids_BT)], dim=1)
-    turns = torch.stack(sampled, dim=1).tolist()
+    turns = torch.stack(sampled_ids, dim=1).tolist()
     return [str(tokenizer.decode(ids)).split(TURN_END)[0] for ids in turns]
 
 

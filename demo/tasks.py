@@ -83,13 +83,13 @@ def _play_calculator(row: Row, rng: random.Random, noisy: bool) -> Player:
     if noisy and rng.random() < 0.55:
         yield answer_text(str(rng.randint(10, 9999)))
         return
-    asked = expression
+    query = expression
     if noisy and rng.random() < 0.04:
-        asked = _other_digit(asked, rng)
+        query = _other_digit(query, rng)
     if noisy and rng.random() < 0.04:
-        operator = asked[2]
-        asked = asked[:2] + rng.choice([other for other in "+-*" if other != operator]) + asked[3:]
-    call = tool_call_text("calculator", {"expression": asked})
+        operator = query[2]
+        query = query[:2] + rng.choice([other for other in "+-*" if other != operator]) + query[3:]
+    call = tool_call_text("calculator", {"expression": query})
     if noisy and rng.random() < 0.04:
         yield _broken(call)
     result = yield call
@@ -125,8 +125,8 @@ def _play_chain(row: Row, rng: random.Random, noisy: bool) -> Player:
         call = tool_call_text("lookup", {"key": _other_digit(key, rng) if noisy and rng.random() < 0.04 else key})
         if noisy and rng.random() < 0.04:
             yield _broken(call)
-        said = yield call
-        kind, _, target = said.partition(" ")
+        reply = yield call
+        kind, _, target = reply.partition(" ")
         if kind == "value":
             yield answer_text(_other_digit(target, rng) if noisy and rng.random() < 0.1 else target)
             return

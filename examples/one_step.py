@@ -137,11 +137,11 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
         """Sample all groups. The step is part of the seeds, so each has other samples of the same prompts."""
         return engine.loop.run(sampler.collect(questions, samples_per_prompt=GROUP_SIZE, sampling=sampling, step=step))
 
-    sampled = sample(step=0)
+    samples = sample(step=0)
 
     # 2. Rewards: one number per rollout, 1 for the right answer. A reward that fails is not a 0: its rollout is FAILED,
     #    and `StepBatch.of` leaves it out; its group goes on with the others.
-    rollouts = engine.loop.run(make_reward_set(["demo_answer"]).score(sampled))
+    rollouts = engine.loop.run(make_reward_set(["demo_answer"]).score(samples))
 
     # 3. Training rows. The prompt of a turn begins with the whole conversation before it, so one row of the last prompt
     #    and turn has all turns of a rollout: three turns cost one forward pass, not three. Where an environment edits
@@ -182,22 +182,22 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
     )
     tokens_S = rollout_count(batch.rollout_N, batch.num_rollouts)  # trained tokens of each rollout, not used by "token"
     loss = 0.0
-    for packed in packs:
-        logp_T, _ = policy(packed, temperature=TEMPERATURE, with_entropy=False)
-        index_T = packed.token_index_T  # places of the pack's tokens among those of the step
+    for pack in packs:
+        logp_T, _ = policy(pack, temperature=TEMPERATURE, with_entropy=False)
+        index_T = pack.token_index_T  # places of the pack's tokens among those of the step
         outputs = POLICY_LOSSES["ppo_clip"](
             LossInputs(
                 logp_T=logp_T,
                 old_logp_T=old_N[index_T],
                 advantages_T=advantages_N[index_T],
-                rollout_T=packed.rollout_T,
+                rollout_T=pack.rollout_T,
                 num_rollouts=batch.num_rollouts,
                 weights_T=correction.weights_T[index_T],
             ),
             clip_low=CLIP_LOW,
             clip_high=CLIP_HIGH,
         )
-        coefficient_T = loss_coefficients("token", packed.rollout_T, tokens_S, counts, dtype=logp_T.dtype)
+        coefficient_T = loss_coefficients("token", pack.rollout_T, tokens_S, counts, dtype=logp_T.dtype)
         share = normalized_loss(outputs.loss_T, coefficient_T)
         share.backward()  # gradients of packs add up in `.grad`
         loss += share.item()
@@ -218,7 +218,7 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
             ].tolist()  # a pack of row 0 alone, at 1.0
 
     sync = WeightSync(module=policy.model, engines=[engine], score_canary=score_canary)
-    synced = sync.push(version=1)  # updates since the weights on disk
+    sync_report = sync.push(version=1)  # updates since the weights on disk
     sync.close()  # a run keeps it open for the next push
 
     # 10. Sample again, as the next step would. Each token carries the version that sampled it, and its logprob by the
@@ -239,7 +239,7 @@ def one_step(engine: EmbeddedEngine, model_dir: Path, questions: Sequence[Mappin
         loss=loss,
         grad_norm=float(grad_norm),
         policy=policy,
-        synced=synced,
+        synced=sync_report,
         again=again,
         trained_gap=trained_gap,
         initial_gap=initial_gap,
@@ -256,9 +256,9 @@ def pack_rows(batch: StepBatch) -> list[PackedBatch]:
 @torch.no_grad()
 def score(policy: Policy, packs: Sequence[PackedBatch]) -> Tensor:
     """Return (N,) log π of the trained tokens, in the order of the step, at the temperature that sampled them."""
-    logp_N = torch.zeros(sum(len(packed.token_index_T) for packed in packs))
-    for packed in packs:
-        logp_N[packed.token_index_T] = policy(packed, temperature=TEMPERATURE, with_entropy=False)[0]
+    logp_N = torch.zeros(sum(len(pack.token_index_T) for pack in packs))
+    for pack in packs:
+        logp_N[pack.token_index_T] = policy(pack, temperature=TEMPERATURE, with_entropy=False)[0]
     return logp_N
 
 

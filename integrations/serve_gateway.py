@@ -22,8 +22,8 @@ def run(config: Config) -> None:
     with open_engine(config) as engine:
         chat = make_chat(config)
         temperatures = dict.fromkeys([config.rollout.temperature, config.eval.temperature])
-        offered = [make_sampling(config, chat, temperature=temperature) for temperature in temperatures]
-        gateway = Gateway(engine=engine, chat=chat, offered=offered, settings=settings)
+        samplings = [make_sampling(config, chat, temperature=temperature) for temperature in temperatures]
+        gateway = Gateway(engine=engine, chat=chat, offered=samplings, settings=settings)
         engine.loop.run(gateway.start())
         print(
             f"model     {settings.model_name}\n"

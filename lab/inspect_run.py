@@ -50,11 +50,11 @@ def show_run(run: Path, *, step: int | None, rollout_id: int | None, with_tokens
             table.add_row(Text(terminal_safe(name)), f"{value:.6g}")
     console.print(table)
 
-    ordered = sorted(rollouts, key=lambda rollout: rollout.reward)
-    chosen = [ordered[-1], ordered[0]] if len(ordered) > 1 else ordered
+    ranking = sorted(rollouts, key=lambda rollout: rollout.reward)
+    selection = [ranking[-1], ranking[0]] if len(ranking) > 1 else ranking
     if rollout_id is not None:
-        chosen = [rollout for rollout in rollouts if rollout.rollout_id == rollout_id]
-    for rollout in chosen:
+        selection = [rollout for rollout in rollouts if rollout.rollout_id == rollout_id]
+    for rollout in selection:
         RunConsole(enabled=True, total_updates=0).sample(rollout)
         if with_tokens:
             _print_tokens(console, rollout, run)

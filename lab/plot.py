@@ -62,14 +62,14 @@ def _reward_and_mismatch(runs: Sequence[NamedLines]) -> Figure:
     figure, (reward, mismatch) = pyplot.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
     for name, lines in runs:
         updates, values = _series(lines, "reward/mean")
-        (drawn,) = reward.plot(updates, values, label=name, linewidth=1.6)
+        (line,) = reward.plot(updates, values, label=name, linewidth=1.6)
         for (metric, label), style in zip(MISMATCH, ("-", ":"), strict=True):
             updates, values = _series(lines, metric)
             mismatch.plot(
                 updates,
                 [abs(value) for value in values],
                 style,
-                color=drawn.get_color(),
+                color=line.get_color(),
                 linewidth=1.4,
                 label=label if len(runs) == 1 else f"{name}: {label}",
             )

@@ -98,15 +98,15 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
         )
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
-        replayed = _Replay(run, config, distributed)
-        replayed.say(f"replay of      {redact_text(str(path))}")
+        replayer = _Replay(run, config, distributed)
+        replayer.say(f"replay of      {redact_text(str(path))}")
         if named := outside_of(config) if sample else outside_of_update(config):
-            used = redact_text(", ".join(named))
-            replayed.say(f"code, programs, addresses and variables used with your rights: {used}")
+            text = redact_text(", ".join(named))
+            replayer.say(f"code, programs, addresses and variables used with your rights: {text}")
         if step is None:
-            return replayed.train_dump(path)
-        saved = saved_step(run, step, has_rollouts=config.has_rollouts)
-        return replayed.sample(saved) if sample else replayed.train(saved)
+            return replayer.train_dump(path)
+        record = saved_step(run, step, has_rollouts=config.has_rollouts)
+        return replayer.sample(record) if sample else replayer.train(record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,17 +140,17 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
     `ConfigError`.
     """
     path = run / "config.yaml"
-    saved = read_saved(path)
-    _distrust(saved)
+    run_settings = read_saved(path)
+    _distrust(run_settings)
     try:
-        given = OmegaConf.from_dotlist(list(overrides))
-        config = to_config(OmegaConf.merge(schema(), saved, given))  # type: ignore[arg-type]
-        asked = outside_of(to_config(OmegaConf.merge(schema(), given)))  # type: ignore[arg-type]
+        user_settings = OmegaConf.from_dotlist(list(overrides))
+        config = to_config(OmegaConf.merge(schema(), run_settings, user_settings))  # type: ignore[arg-type]
+        own_names = outside_of(to_config(OmegaConf.merge(schema(), user_settings)))  # type: ignore[arg-type]
     except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         first, _, _ = str(error).partition("\n")
-        typed = " ".join([str(path), *redact_words(overrides)])
+        words = " ".join([str(path), *redact_words(overrides)])
         raise ConfigError(
-            f"{typed} is not a valid configuration: {getattr(error, 'full_key', None) or 'it'}: {type_problem(first)}"
+            f"{words} is not a valid configuration: {getattr(error, 'full_key', None) or 'it'}: {type_problem(first)}"
         ) from error
     config.resume, config.run_name = "never", None
     config.eval, config.data.heldout_path = EvalConfig(), None  # a replay evaluates nothing
@@ -160,11 +160,11 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
         config.reward = RewardConfig()
     if config.has_teacher:  # its scores are saved, so it is not started
         config.teacher = TeacherConfig(path=config.model.path)
-    used = outside_of(config) if sample else outside_of_update(config)
-    unasked = [named for named in used if named not in asked]
-    if unasked and not trusts_run:
+    run_names = outside_of(config) if sample else outside_of_update(config)
+    extras = [named for named in run_names if named not in own_names]
+    if extras and not trusts_run:
         raise ConfigError(
-            f"{path} names {', '.join(unasked)}: a replay would run this code and these programs, and use these "
+            f"{path} names {', '.join(extras)}: a replay would run this code and these programs, and use these "
             "addresses and variables, with your rights; add --trust-run if you trust all who could write this directory"
         )
     validate(config, needs_data=False)
@@ -191,9 +191,9 @@ def saved_step(run: Path, update: int, *, has_rollouts: bool = True) -> SavedSte
     """Read the step that ended with this update. Raises `ConfigError` or, for damaged files, `DataError`."""
     path = run / "rollouts" / f"step-{update:06d}.jsonl"
     if has_rollouts and not path.is_file():
-        saved = sorted((run / "rollouts").glob("step-*.jsonl"))
-        found = f"found {saved[0].stem} to {saved[-1].stem}" if saved else "found no saved rollouts"
-        raise ConfigError(f"{path} is missing, {found}; name another --step, or train with logger.save_rollouts=true")
+        paths = sorted((run / "rollouts").glob("step-*.jsonl"))
+        hint = f"found {paths[0].stem} to {paths[-1].stem}" if paths else "found no saved rollouts"
+        raise ConfigError(f"{path} is missing, {hint}; name another --step, or train with logger.save_rollouts=true")
     rollouts = tuple(read_rollouts(path)) if has_rollouts else ()
     if has_rollouts and not rollouts:
         raise ConfigError(f"{path} has no rollouts; name another --step")
@@ -204,12 +204,12 @@ def saved_step(run: Path, update: int, *, has_rollouts: bool = True) -> SavedSte
         raise ConfigError(f"{run / 'metrics.jsonl'} has no line for update {update}; name another --step")
     spans = [span.version for rollout in rollouts for call in rollout.calls for span in call.version_spans]
     before = lines[place - 1]["step"] if place else min(spans, default=0)
-    logged = lines[place]
+    step_metrics = lines[place]
     return SavedStep(
         rollouts=rollouts,
-        logged=logged,
+        logged=step_metrics,
         weights_update=int(before),
-        num_steps=int(logged[BATCH]) - 1,
+        num_steps=int(step_metrics[BATCH]) - 1,
         teacher_path=path.with_suffix(FILE_SUFFIX),
         epoch=next((line[EPOCH] for line in reversed(lines[:place]) if line.get(EPOCH) is not None), None),
     )
@@ -218,8 +218,8 @@ def saved_step(run: Path, update: int, *, has_rollouts: bool = True) -> SavedSte
 def checkpoints_up_to(run: Path, update: int) -> list[tuple[int, Path]]:
     """Return (update, path) of the checkpoints of a run up to an update by name, the newest first."""
     named = [(CHECKPOINT.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step-*")]
-    found = [(int(name[1]), path) for name, path in named if name and int(name[1]) <= update]
-    return sorted(found, reverse=True)
+    checkpoints = [(int(name[1]), path) for name, path in named if name and int(name[1]) <= update]
+    return sorted(checkpoints, reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class _Replay:
     def train(self, step: SavedStep) -> bool:
         config, distributed = self._config, self._distributed
         demonstrations = self._demonstrations()
-        logged = {
+        run_metrics = {
             name: value for name, value in step.logged.items() if name == EPOCH or not name.startswith(NOT_REPLAYED)
         }
         if not config.has_rollouts:
@@ -254,20 +254,20 @@ class _Replay:
             self._continue(demonstrations, step)
             alone = Trainer(config, distributed=distributed, updater=self._updater, rollouts=None)
             alone.num_steps = step.num_steps
-            return self._compare(logged, alone.step().metrics)
+            return self._compare(run_metrics, alone.step().metrics)
         if config.plan.needs_greedy:
             raise ConfigError(
                 f"algorithm.advantage={config.algorithm.advantage} needs greedy answers, which are not saved; replay "
                 "with --sample, or add algorithm.advantage=rloo to see this batch under another estimator"
             )
-        kept = [group for group in step.groups if is_kept(group, config.algorithm)]
-        dropped = [group for group in step.groups if not is_kept(group, config.algorithm)]
-        collected = Collected.of(kept, dropped, (), config.algorithm)
+        kept_groups = [group for group in step.groups if is_kept(group, config.algorithm)]
+        dropped_groups = [group for group in step.groups if not is_kept(group, config.algorithm)]
+        collection = Collected.of(kept_groups, dropped_groups, (), config.algorithm)
         teacher = None
         if config.plan.teaches_rollouts:
-            saved = SavedScores.open(step.teacher_path)
-            teacher = _SavedTeacher(saved)
-            self.say(f"teacher        {redact_text(saved.teacher)}, weights of version {saved.version}")
+            scores = SavedScores.open(step.teacher_path)
+            teacher = _SavedTeacher(scores)
+            self.say(f"teacher        {redact_text(scores.teacher)}, weights of version {scores.version}")
         self._restore(step.weights_update, demonstrations)
         if demonstrations is not None:
             self._continue(demonstrations, step)
@@ -277,7 +277,7 @@ class _Replay:
             distributed=distributed,
             updater=self._updater,
             # A stand-in with the method that a step calls.
-            rollouts=SimpleNamespace(collect=lambda *_: collected),  # type: ignore[arg-type]
+            rollouts=SimpleNamespace(collect=lambda *_: collection),  # type: ignore[arg-type]
             reference=make_reference(config, distributed, self._module),
             teacher=teacher,  # type: ignore[arg-type]
         )
@@ -285,7 +285,7 @@ class _Replay:
         if self._state is not None:
             trainer.noise_floor = self._state.noise_floor
             trainer.kl_coef = config.algorithm.kl_coef if self._state.kl_coef is None else self._state.kl_coef
-        return self._compare(logged, trainer.step().metrics)
+        return self._compare(run_metrics, trainer.step().metrics)
 
     def _demonstrations(self) -> Demonstrations | None:
         """Load the demonstrations of the run, if it has any. Raises `ConfigError` if a teacher scored them."""
@@ -317,7 +317,7 @@ class _Replay:
             )
 
     def train_dump(self, path: Path) -> bool:
-        attempt, given = read_attempt(path), read_given(path)
+        attempt, given_batches = read_attempt(path), read_given(path)
         demonstrations = None
         if self._config.demonstration_sets():  # with the rows of the dump, so none are loaded
             demonstrations = Demonstrations(self._config, self._distributed, None)
@@ -326,11 +326,11 @@ class _Replay:
         self._config.optimizer.spike, self._config.optimizer.max_skipped_updates = "off", 2
         self._restore(attempt.update - 1, demonstrations)
         if not self._config.has_rollouts:
-            self._check_ids(path, given.values())
-            report = self._updater.optimizer_step(None, given, lr=attempt.lr)
+            self._check_ids(path, given_batches.values())
+            report = self._updater.optimizer_step(None, given_batches, lr=attempt.lr)
             return self._compare({"optim/grad_norm": attempt.grad_norm}, report)
         _, batch, targets = read_dump(path, self._config.correction)
-        self._check_ids(path, [batch, *given.values()])
+        self._check_ids(path, [batch, *given_batches.values()])
         minibatch = Minibatch(
             batch=batch,
             targets=targets,
@@ -338,9 +338,9 @@ class _Replay:
             seen_N=torch.full((batch.layout.num_tokens,), torch.nan),
             is_first=attempt.is_first,
         )
-        report = self._updater.optimizer_step(minibatch, given, lr=attempt.lr)
-        logged = {"policy/loss": attempt.sums["policy/loss"], "optim/grad_norm": attempt.grad_norm}
-        return self._compare(logged, report)
+        report = self._updater.optimizer_step(minibatch, given_batches, lr=attempt.lr)
+        run_metrics = {"policy/loss": attempt.sums["policy/loss"], "optim/grad_norm": attempt.grad_norm}
+        return self._compare(run_metrics, report)
 
     def _check_ids(self, path: Path, batches: Iterable[StepBatch]) -> None:
         """Raise `DataError` if rows have ids that the model lacks, or a teacher's scores name such."""
@@ -365,7 +365,7 @@ class _Replay:
                 self._restore(step.weights_update)
                 make_sync(config, distributed, self._updater, engines=engines.synced).push(step.weights_update)
                 chat = make_chat(config)
-                sampled = loop.run(
+                samples = loop.run(
                     make_sampler(config, engine=engines.pool, chat=chat).collect(
                         [group[0].example for group in step.groups],
                         samples_per_prompt=config.rollout.samples_per_prompt,
@@ -373,22 +373,22 @@ class _Replay:
                         step=step.num_steps,
                     )
                 )
-                scored = loop.run(rewards.score(sampled))
+                scored_rollouts = loop.run(rewards.score(samples))
             finally:
                 rewards.close()
                 engines.close()
         same = sum(
             [call.sampled_ids for call in before.calls] == [call.sampled_ids for call in now.calls]
-            for before, now in zip(step.rollouts, scored, strict=False)
+            for before, now in zip(step.rollouts, scored_rollouts, strict=False)
         )
-        for rollout in scored[: config.logger.print_rollouts]:
+        for rollout in scored_rollouts[: config.logger.print_rollouts]:
             self._console.sample(rollout)
-        for name, rollouts in (("run", step.rollouts), ("replay", scored)):
+        for name, rollouts in (("run", step.rollouts), ("replay", scored_rollouts)):
             values = [rollout.reward for rollout in rollouts if rollout.is_trainable]
             mean = sum(values) / max(len(values), 1)
             say(f"{name:<8} {len(rollouts)} rollouts, {len(values)} with a reward, mean {mean:.6g}")
         say(f"{same} of {len(step.rollouts)} rollouts have the same tokens")
-        return same == len(step.rollouts) == len(scored) or not self._is_exact
+        return same == len(step.rollouts) == len(scored_rollouts) or not self._is_exact
 
     def _restore(self, update: int, demonstrations: Demonstrations | None = None) -> None:
         """Load the newest weights up to this update. Warns if results are not comparable bit for bit."""
@@ -399,13 +399,13 @@ class _Replay:
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
-        given = [] if demonstrations is None else [demonstrations]
-        self._updater = Updater(self._module, distributed, config, given=given)
+        sources = [] if demonstrations is None else [demonstrations]
+        self._updater = Updater(self._module, distributed, config, given=sources)
         self._updater.num_updates = update
         named = checkpoints_up_to(run, update)
-        found, path = next((one for one in named if checkpoint.check(one[1]) is None), (0, None))
+        newest, path = next((one for one in named if checkpoint.check(one[1]) is None), (0, None))
         self._console.say(f"weights        {path or config.model.path}")
-        self._is_exact = found == update
+        self._is_exact = newest == update
         if path is not None:
             self._state = checkpoint.load(path, distributed)
             self._updater.guard.norms.extend(self._state.grad_norms)
@@ -414,9 +414,9 @@ class _Replay:
             if checkpoint.is_resharded(path, distributed):
                 self._is_exact = False
                 warn("the run had other ranks: sums are rounded in another order here, so numbers differ a little")
-        if found != update:
+        if newest != update:
             warn(
-                f"these weights are {update - found} updates older than those of the step, so numbers differ; train "
+                f"these weights are {update - newest} updates older than those of the step, so numbers differ; train "
                 "with checkpoint.every=1 and a large checkpoint.keep to replay any step exactly"
             )
 

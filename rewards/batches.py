@@ -44,11 +44,11 @@ class Scope(StrEnum):
     ) -> list[Verdict]:
         """Return one verdict per rollout, in order. call: returns those on the rollouts of one call."""
         parts = self._split(rollouts)
-        judged = await asyncio.gather(*(call([rollouts[index] for index in part]) for part in parts))
+        verdict_lists = await asyncio.gather(*(call([rollouts[index] for index in part]) for part in parts))
         verdicts = {
             index: verdict
-            for part, found in zip(parts, judged, strict=True)
-            for index, verdict in zip(part, found, strict=True)
+            for part, part_verdicts in zip(parts, verdict_lists, strict=True)
+            for index, verdict in zip(part, part_verdicts, strict=True)
         }
         return [verdicts[index] for index in range(len(rollouts))]
 
@@ -108,10 +108,10 @@ class BatchReward:
             calling = partial(in_shared_loop, calling) if is_async(calling) else calling
             async with lane:
                 with measuring(Meter(num_updates=meter.num_updates)) as own:
-                    finished = await call_with_deadline(calling, timeout_s=timeout_s)
+                    result = await call_with_deadline(calling, timeout_s=timeout_s)
             meter.merge(own.sums, own.counts)
             num_turns = [rollout.num_turns if by_turn else None for rollout in seen]
-            return judge_batch(finished, num_turns, dict(own.columns))
+            return judge_batch(result, num_turns, dict(own.columns))
 
         return await self.scope.judge(rollouts, call)
 

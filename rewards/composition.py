@@ -115,8 +115,8 @@ class RewardSet:
     def compares_groups(self) -> bool:
         """True if a function is group-wise."""
         functions = (reward.function for reward in self._rewards)
-        adapted = (function for function in functions if isinstance(function, BatchReward | IsolatedReward))
-        return any(function.scope is Scope.GROUP for function in adapted)
+        batch_functions = (function for function in functions if isinstance(function, BatchReward | IsolatedReward))
+        return any(function.scope is Scope.GROUP for function in batch_functions)
 
     def load(self) -> None:
         """Load the reward models among the functions. Only ranks that score need it."""
@@ -158,10 +158,10 @@ class RewardSet:
             self._count(reward, batch, verdicts, tally)
         if not in_metrics:
             self.refuse_errors(tally)
-        scored = list(rollouts)
+        scored_rollouts = list(rollouts)
         for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
-            scored[index] = self._combine(rollouts[index], verdicts, tally)
-        return self._shaping.apply_to(scored) if is_shaped else scored
+            scored_rollouts[index] = self._combine(rollouts[index], verdicts, tally)
+        return self._shaping.apply_to(scored_rollouts) if is_shaped else scored_rollouts
 
     def refuse_errors(self, tally: _Tally | None = None) -> None:
         """Raise `RewardError` if too large a share of the calls since the last `take_metrics` are errors."""
@@ -177,7 +177,7 @@ class RewardSet:
         """Return means and measures by function and counts of errors since the last call of this method."""
         tally, self._tally = self._tally, _Tally()
         names = (reward.name for reward in self._rewards)
-        metrics = {f"reward/{name}/mean": sum(found) / len(found) for name in names if (found := tally.values[name])}
+        metrics = {f"reward/{name}/mean": sum(values) / len(values) for name in names if (values := tally.values[name])}
         metrics |= {f"reward/errors/{outcome}": float(tally.errors[outcome]) for outcome in ERRORS}
         for name, meter in tally.meters.items():
             for measure, value in meter.read().items():

@@ -44,10 +44,10 @@ def kimi(group: Sequence[Member], *, horizon: int) -> list[float]:
 
 def sigmoid(group: Sequence[Member], *, horizon: int) -> list[float]:
     """Return the reward of each rollout. The deviation is that of the population."""
-    solved = [member.length for member in group if member.is_solved]
-    if not solved:
+    solved_lengths = [member.length for member in group if member.is_solved]
+    if not solved_lengths:
         return [0.0] * len(group)
-    mean, std = statistics.fmean(solved), statistics.pstdev(solved) + EPS
+    mean, std = statistics.fmean(solved_lengths), statistics.pstdev(solved_lengths) + EPS
     return [-1 / (1 + math.exp((mean - member.length) / std)) if member.is_solved else 0.0 for member in group]
 
 

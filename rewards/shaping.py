@@ -47,10 +47,10 @@ class Shaping:
     def apply_to(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with all terms. rollouts: whole groups, with the reward of the functions."""
         terms = self.length.terms(rollouts)
-        shaped = map(self.apply, rollouts)
+        shaped_rollouts = map(self.apply, rollouts)
         return [
             rollout if term is None or not rollout.is_trainable else _with_terms(rollout, {LENGTH: term})
-            for rollout, term in zip(shaped, terms, strict=True)
+            for rollout, term in zip(shaped_rollouts, terms, strict=True)
         ]
 
     def apply(self, rollout: Rollout) -> Rollout:
@@ -58,20 +58,20 @@ class Shaping:
         states are malformed."""
         if not rollout.is_trainable:
             return rollout
-        added: dict[str, float] = {}
+        terms: dict[str, float] = {}
         if self.turn_rewards:
-            reported = rollout.outcome.get(TURN_REWARDS, ())
-            if problem := _turn_rewards_problem(reported, rollout.num_turns):
+            rewards = rollout.outcome.get(TURN_REWARDS, ())
+            if problem := _turn_rewards_problem(rewards, rollout.num_turns):
                 return replace(rollout, status=RolloutStatus.FAILED, error=problem)
-            added[TURNS] = math.fsum(reported)
+            terms[TURNS] = math.fsum(rewards)
         if self.turn_states and (problem := _turn_states_problem(rollout)):
             return replace(rollout, status=RolloutStatus.FAILED, error=problem)
         if self.overlong_buffer:
             start = (1 - self.overlong_buffer) * self.horizon
-            added[OVERLONG] = self.overlong_penalty * length_penalty(
+            terms[OVERLONG] = self.overlong_penalty * length_penalty(
                 rollout.num_sampled, start=start, horizon=self.horizon
             )
-        return _with_terms(rollout, added) if added else rollout
+        return _with_terms(rollout, terms) if terms else rollout
 
 
 def _with_terms(rollout: Rollout, added: Mapping[str, float]) -> Rollout:
@@ -93,8 +93,8 @@ def turn_rewards(rollout: Rollout, *, reported: bool) -> np.ndarray:
     """
     rewards = np.zeros(rollout.num_turns)
     if reported:
-        given: Sequence[float] = rollout.outcome.get(TURN_REWARDS, ())
-        rewards[: len(given)] = given
+        values: Sequence[float] = rollout.outcome.get(TURN_REWARDS, ())
+        rewards[: len(values)] = values
         rewards[: len(rollout.turn_rewards)] += rollout.turn_rewards
     rewards[-1] += rollout.reward - rewards.sum()
     return rewards
@@ -107,11 +107,11 @@ def turn_states(rollout: Rollout) -> Sequence[Any]:
 
 def _turn_states_problem(rollout: Rollout) -> str | None:
     """Return what is wrong with reported states, or None."""
-    given = rollout.outcome.get(TURN_STATES, [])
-    if not isinstance(given, (list, tuple)) or not all(isinstance(state, str) for state in given):
-        return f"outcome {TURN_STATES} is {given!r:.200}; expected a list of texts"
-    if given and len(given) != rollout.num_turns:
-        return f"outcome {TURN_STATES} has {len(given)} texts; expected {rollout.num_turns}, one per turn"
+    states = rollout.outcome.get(TURN_STATES, [])
+    if not isinstance(states, (list, tuple)) or not all(isinstance(state, str) for state in states):
+        return f"outcome {TURN_STATES} is {states!r:.200}; expected a list of texts"
+    if states and len(states) != rollout.num_turns:
+        return f"outcome {TURN_STATES} has {len(states)} texts; expected {rollout.num_turns}, one per turn"
     return None
 
 

@@ -139,25 +139,25 @@ def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, Paramet
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward {name}: its signature cannot be read: {error}; wrap it in a function") from error
     if inspect.isfunction(function) and {parameter.kind for parameter in parameters.values()} <= {*NOT_BY_NAME[1:]}:
-        held = [value for value in inspect.getclosurevars(function).nonlocals.values() if callable(value)]
-        if len(held) == 1:
-            update_wrapper(function, held[0], assigned=(), updated=())  # as functools.wraps would have done
-            return _parameters(name, held[0])
+        callables = [value for value in inspect.getclosurevars(function).nonlocals.values() if callable(value)]
+        if len(callables) == 1:
+            update_wrapper(function, callables[0], assigned=(), updated=())  # as functools.wraps would have done
+            return _parameters(name, callables[0])
     return parameters
 
 
 def _verl(parameters: Mapping[str, Parameter], rollout: Rollout) -> Mapping[str, Any]:
     row = rollout.example
-    nested = row.get("reward_model")
-    truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
+    reward_model = row.get("reward_model")
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
     values = (
         row.get("data_source"),
         sampled_text(rollout),
         row.get("ground_truth", truth),
         row.get("extra_info") or {},
     )
-    passed = {key: value for key, value in zip(VERL, values, strict=True) if value is not None}
-    return keyword_arguments(parameters, passed, rollout.example)
+    arguments = {key: value for key, value in zip(VERL, values, strict=True) if value is not None}
+    return keyword_arguments(parameters, arguments, rollout.example)
 
 
 def _verl_score(value: Any) -> Any:

@@ -107,11 +107,11 @@ def _halves(rollout: Rollout, conversational: bool | None) -> tuple[Any, Any]:
 
     As in TRL, reasoning is part of the content unless the completion calls tools.
     """
-    asked, column = (rollout.prompt or ({},))[-1].get("content"), PromptReader().find(rollout.example)
-    known = rollout.example.values() if column is None else [rollout.example[column]]
-    is_text = any(isinstance(value, str) and (column is not None or value == asked) for value in known)
+    question, column = (rollout.prompt or ({},))[-1].get("content"), PromptReader().find(rollout.example)
+    values = rollout.example.values() if column is None else [rollout.example[column]]
+    is_text = any(isinstance(value, str) and (column is not None or value == question) for value in values)
     if is_text if conversational is None else not conversational:
-        return str(asked or ""), sampled_text(rollout)
+        return str(question or ""), sampled_text(rollout)
     turns = normalize_messages(rollout.completion)
     if not any(turn.get("tool_calls") for turn in turns):
         turns = [{**turn, "content": _content(turn)} for turn in turns]

@@ -371,14 +371,14 @@ class PromptSharing:
 
     def _longest_prefix(self, ids: tuple[int, ...]) -> tuple[int | None, int]:
         """Return the tip that shares most ids with the beginning of these, and their number."""
-        chosen, longest = None, 0
+        tip, longest = None, 0
         for index in range(len(self._tips) - 1, -1, -1):
             path = self._tips[index][1]
             if len(path) > longest and path[:longest] == ids[:longest]:
                 length = _common_length(path, ids)
                 if length > longest:
-                    chosen, longest = index, length
-        return chosen, longest
+                    tip, longest = index, length
+        return tip, longest
 
 
 def _common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
@@ -470,9 +470,9 @@ class Rollout:
             for index, call in enumerate(self.calls)
             if 2 * shared[id(call)] >= len(self.calls[0].prompt) and call.finish_reason is not FinishReason.ABORT
         ]
-        said = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-        found = dict(zip(reversed(own), reversed(said), strict=False))
-        return tuple(found.get(index) for index in range(len(self.calls)))
+        turn_places = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        message_of_call = dict(zip(reversed(own), reversed(turn_places), strict=False))
+        return tuple(message_of_call.get(index) for index in range(len(self.calls)))
 
     @property
     def sampled_turns(self) -> tuple[Message, ...]:
@@ -491,8 +491,8 @@ class Rollout:
     @property
     def num_example_messages(self) -> int:
         """Number of messages up to the last turn of an assistant or a tool in the prompt: worked examples."""
-        given = [index for index, message in enumerate(self.prompt) if message["role"] in ("assistant", "tool")]
-        return given[-1] + 1 if given else 0
+        indices = [index for index, message in enumerate(self.prompt) if message["role"] in ("assistant", "tool")]
+        return indices[-1] + 1 if indices else 0
 
     @property
     def prompt(self) -> tuple[Message, ...]:

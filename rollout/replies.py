@@ -21,8 +21,8 @@ CHUNK_BYTES = 2**16
 
 def limited_session(headers: Mapping[str, str] | None = None, **options: Any) -> aiohttp.ClientSession:
     """Return a session that asks for answers without compression, and never decompresses one."""
-    asked = {"Accept-Encoding": "identity", **(headers or {})}
-    return aiohttp.ClientSession(headers=asked, auto_decompress=False, **options)
+    request_headers = {"Accept-Encoding": "identity", **(headers or {})}
+    return aiohttp.ClientSession(headers=request_headers, auto_decompress=False, **options)
 
 
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

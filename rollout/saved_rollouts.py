@@ -99,18 +99,18 @@ def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], l
 
     The path is None if no file can be read. Damage comes from failed disks and from versions that wrote non-atomically.
     """
-    skipped = []
+    problems = []
     for path in sorted(directory.glob("step-*.jsonl"), reverse=True):
         if not UPDATE_FILE.fullmatch(path.name):
-            skipped.append(f"{path} is not a name that a run gives")
+            problems.append(f"{path} is not a name that a run gives")
             continue
         try:
             if rollouts := list(read_rollouts(path)):
-                return path, rollouts, skipped
-            skipped.append(f"{path} is empty")
+                return path, rollouts, problems
+            problems.append(f"{path} is empty")
         except DataError as error:
-            skipped.append(str(error))
-    return None, [], skipped
+            problems.append(str(error))
+    return None, [], problems
 
 
 def to_json(rollout: Rollout, *, shares_prompts: bool = False) -> dict[str, Any]:
@@ -143,13 +143,13 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
     turn_rewards = data.get("turn_rewards", [])
     if len(turn_rewards) not in (0, len(data["calls"])):
         raise ValueError(f"{len(turn_rewards)} turn_rewards for {len(data['calls'])} calls")
-    places, logged = data.get("call_messages"), data.get("logged", {})
-    known = token_ids("call_messages", [place for place in places or () if place is not None])
-    is_unclear = len(set(known)) < len(known) or max(known, default=-1) >= len(data["messages"])
+    places, log_columns = data.get("call_messages"), data.get("logged", {})
+    known_places = token_ids("call_messages", [place for place in places or () if place is not None])
+    is_unclear = len(set(known_places)) < len(known_places) or max(known_places, default=-1) >= len(data["messages"])
     if is_unclear or (places is not None and len(places) != len(data["calls"])):
         raise ValueError(f"call_messages are {places!r:.80} for {len(data['calls'])} calls")
-    if not isinstance(logged, dict) or not all(isinstance(columns, dict) for columns in logged.values()):
-        raise TypeError(f"logged is {logged!r:.80}")
+    if not isinstance(log_columns, dict) or not all(isinstance(columns, dict) for columns in log_columns.values()):
+        raise TypeError(f"logged is {log_columns!r:.80}")
     for value in (data["reward"], data["duration_s"], *data["rewards"].values(), *turn_rewards):
         if isinstance(value, bool) or not math.isfinite(value):
             raise ValueError(f"{value!r:.80} is not a finite number")
@@ -164,7 +164,7 @@ def from_json(data: Mapping[str, Any]) -> Rollout:
             "turn_rewards": tuple(turn_rewards),
             "cause": Cause(data["cause"]) if "cause" in data else None,
             "call_messages": None if places is None else tuple(places),
-            "logged": logged,
+            "logged": log_columns,
         }
     )
 

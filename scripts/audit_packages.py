@@ -26,9 +26,9 @@ def report(program: str, options: Sequence[str]) -> list[dict[str, Any]] | None:
     command = [program, "--format", "json", "--progress-spinner", "off", "--require-hashes", "--disable-pip", *options]
     for name in LOCKS:
         command += ["--requirement", str(FOLDER / name)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
-        return json.loads(done.stdout)["dependencies"]
+        return json.loads(result.stdout)["dependencies"]
     except ValueError:
         return None
 
@@ -41,16 +41,16 @@ def main(program: str, options: Sequence[str]) -> int:
         return 2
     vulnerable = [package for package in packages if package.get("vulns")]
     for package in vulnerable:
-        for found in package["vulns"]:
-            repaired = ", ".join(found["fix_versions"]) or "no version yet"
-            print(f"audit: {package['name']} {package['version']}: {found['id']}, mended in {repaired}")
-    skipped = [package["name"] for package in packages if "skip_reason" in package]
-    if skipped:
-        print(f"audit: {len(skipped)} of {len(packages)} packages could not be looked up: {', '.join(skipped)}")
+        for finding in package["vulns"]:
+            fixes = ", ".join(finding["fix_versions"]) or "no version yet"
+            print(f"audit: {package['name']} {package['version']}: {finding['id']}, mended in {fixes}")
+    skips = [package["name"] for package in packages if "skip_reason" in package]
+    if skips:
+        print(f"audit: {len(skips)} of {len(packages)} packages could not be looked up: {', '.join(skips)}")
     if vulnerable:
         print("audit: to take new versions: make lock ARGS='--upgrade-package NAME'")
         return 1
-    if skipped or not packages:
+    if skips or not packages:
         return 2
     print(f"audit: no known vulnerability in {len(packages)} packages")
     return 0

@@ -61,20 +61,20 @@ def changed_files(root: Path, base: str | None) -> tuple[str, list[str]]:
     """
 
     def git(*words: str) -> str:
-        finished = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
-        if finished.returncode:
-            raise ValueError(f"git {' '.join(words)}: {finished.stderr.strip()}; name a commit: make check BASE=HEAD~1")
-        return finished.stdout.strip()
+        result = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+        if result.returncode:
+            raise ValueError(f"git {' '.join(words)}: {result.stderr.strip()}; name a commit: make check BASE=HEAD~1")
+        return result.stdout.strip()
 
     if base is None:
         has_remote = git("for-each-ref", "refs/remotes/origin/main")
         base = git("merge-base", "HEAD", "origin/main" if has_remote else "main")
     commit = git("rev-parse", "--verify", f"{base}^{{commit}}")
-    listed = (
+    outputs = (
         git("diff", "--name-only", "--no-renames", "-z", commit),
         git("ls-files", "--others", "--exclude-standard", "-z"),
     )
-    return commit, sorted({file for files in listed for file in files.split("\0") if file})
+    return commit, sorted({file for files in outputs for file in files.split("\0") if file})
 
 
 def is_unit_test(path: str) -> bool:
@@ -118,13 +118,13 @@ def named_by(file: str, sources: Mapping[str, str]) -> set[str]:
 
 def distances(changed: Iterable[str], needs: Imports) -> dict[str, int]:
     """Return the modules that depend on these, with the number of imports between; 0 for the modules themselves."""
-    found = {module: 0 for module in changed if module in needs}
-    frontier, distance = set(found), 0
+    distance_of = {module: 0 for module in changed if module in needs}
+    frontier, distance = set(distance_of), 0
     while frontier:
         distance += 1
-        frontier = {module for module, others in needs.items() if others & frontier} - found.keys()
-        found |= dict.fromkeys(frontier, distance)
-    return found
+        frontier = {module for module, others in needs.items() if others & frontier} - distance_of.keys()
+        distance_of |= dict.fromkeys(frontier, distance)
+    return distance_of
 
 
 def seeds(file: str, sources: Mapping[str, str]) -> set[str]:
@@ -132,9 +132,9 @@ def seeds(file: str, sources: Mapping[str, str]) -> set[str]:
     path = Path(file)
     if path.suffix != ".py":
         return named_by(file, sources)
-    mirrored = f"tests/unit/{path.parent}/test_{path.stem}.py"
+    test_file = f"tests/unit/{path.parent}/test_{path.stem}.py"
     read = set() if path.parts[0] in LIBRARY or is_unit_test(file) else named_by(file, sources)  # scripts are started
-    return {file, mirrored, *read} & sources.keys()
+    return {file, test_file, *read} & sources.keys()
 
 
 def choose(changed: Iterable[str], sources: Mapping[str, str], limit: int) -> Choice:
@@ -144,17 +144,19 @@ def choose(changed: Iterable[str], sources: Mapping[str, str], limit: int) -> Ch
     those are about the changed module, others are about many.
     """
     needs = read_dependencies(sources)
-    reached: dict[str, int] = {}
-    untested = []
+    distance_of: dict[str, int] = {}
+    untested_files = []
     for file in changed:
         from_file = distances(seeds(file, sources), needs)
         if not any(map(is_unit_test, from_file)):
-            untested.append(file)
+            untested_files.append(file)
         for module, distance in from_file.items():
-            reached[module] = min(distance, reached.get(module, distance))
-    tests = [module for module in reached if is_unit_test(module) and sources[module]]
-    tests.sort(key=lambda test: (reached[test], len(needs[test]), test))
-    return Choice(run=tuple(tests[:limit]), left_out=tuple(tests[limit:]), distances=reached, untested=tuple(untested))
+            distance_of[module] = min(distance, distance_of.get(module, distance))
+    tests = [module for module in distance_of if is_unit_test(module) and sources[module]]
+    tests.sort(key=lambda test: (distance_of[test], len(needs[test]), test))
+    return Choice(
+        run=tuple(tests[:limit]), left_out=tuple(tests[limit:]), distances=distance_of, untested=tuple(untested_files)
+    )
 
 
 def count_tests(files: Iterable[str], sources: Mapping[str, str]) -> int:
@@ -192,17 +194,17 @@ def commands(changed: Iterable[str], choice: Choice, deadline: float) -> list[li
     programs = Path(sys.executable).parent
     there = [file for file in changed if (ROOT / file).is_file()]
     folders = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pyright"]["include"]
-    typed = [file for file in there if file.endswith(".py") and Path(file).parts[0] in folders]
+    typed_files = [file for file in there if file.endswith(".py") and Path(file).parts[0] in folders]
     workers = [] if len(choice.run) < 4 else ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     until = ["-p", "scripts.deadline", "--deadline", str(deadline)]
-    marked = ["-m", "not long and not slow and not gpu"]
-    pytest = [sys.executable, "-m", "pytest", "-q", *marked, *until, *workers, *choice.run]
+    markers = ["-m", "not long and not slow and not gpu"]
+    pytest = [sys.executable, "-m", "pytest", "-q", *markers, *until, *workers, *choice.run]
     return [
         [f"{programs}/ruff", "check", "."],
         [f"{programs}/ruff", "format", "--check", "."],
         *([[sys.executable, "scripts/check_prose.py", *there]] if there else []),
         *([[f"{programs}/hadolint", "Dockerfile"]] if "Dockerfile" in there else []),
-        *([[f"{programs}/pyright", "--pythonpath", sys.executable, *typed]] if typed else []),
+        *([[f"{programs}/pyright", "--pythonpath", sys.executable, *typed_files]] if typed_files else []),
         *([pytest] if choice.run else []),
     ]
 
@@ -217,28 +219,28 @@ def main() -> int:
     if arguments.files < 0:
         parser.error(f"--files {arguments.files}: expected a number of files, 0 or more")
     try:
-        base, changed = changed_files(ROOT, arguments.base)
+        base, files = changed_files(ROOT, arguments.base)
     except ValueError as error:
         parser.error(str(error))
-    print(f"files that differ from {base[:10]}: {len(changed)}")
-    if not changed:
+    print(f"files that differ from {base[:10]}: {len(files)}")
+    if not files:
         print("there is nothing to check; compare with an earlier commit: make check BASE=HEAD~1")
         return 0
-    deleted = {file: "" for file in changed if file.endswith(".py") and not (ROOT / file).exists()}
-    sources = read_sources(ROOT, FOLDERS) | deleted
+    deleted_files = {file: "" for file in files if file.endswith(".py") and not (ROOT / file).exists()}
+    sources = read_sources(ROOT, FOLDERS) | deleted_files
     try:
-        choice = choose(changed, sources, arguments.files)
+        choice = choose(files, sources, arguments.files)
     except SyntaxError:  # ruff names file and line
         return subprocess.run([f"{Path(sys.executable).parent}/ruff", "check", "."], cwd=ROOT).returncode
-    print(describe(changed, choice, sources), flush=True)
-    failed = []
-    for command in commands(changed, choice, deadline):
+    print(describe(files, choice, sources), flush=True)
+    failures = []
+    for command in commands(files, choice, deadline):
         name = next(Path(word).name for word in command if word not in (sys.executable, "-m"))
         print(f"-- {name}", flush=True)
         if subprocess.run(command, cwd=ROOT).returncode:
-            failed.append(name)
-    print(f"failed: {', '.join(failed)}" if failed else "no check failed")
-    return int(bool(failed))
+            failures.append(name)
+    print(f"failed: {', '.join(failures)}" if failures else "no check failed")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

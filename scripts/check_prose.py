@@ -136,17 +136,17 @@ def check_text(text: str, line: int = 1) -> Iterator[Finding]:
         for match in pattern.finditer(text):
             yield line_of(match), " ".join(match[0].split()), instead
     for match in WORD.finditer(text):
-        if (spelled := american(match[0])) != match[0]:
-            yield line_of(match), match[0], spelled
+        if (spelling := american(match[0])) != match[0]:
+            yield line_of(match), match[0], spelling
 
 
 @functools.cache
 def american(word: str) -> str:
     """Return a word in American spelling, in capitals if it was."""
-    spelled = word
+    spelling = word
     for pattern, replacement in SPELLINGS.items():
-        spelled = re.sub(pattern, replacement, spelled, flags=re.IGNORECASE)
-    return spelled.upper() if word.isupper() else spelled
+        spelling = re.sub(pattern, replacement, spelling, flags=re.IGNORECASE)
+    return spelling.upper() if word.isupper() else spelling
 
 
 def check_summary(text: str, line: int) -> Iterator[Finding]:
@@ -160,14 +160,14 @@ def check_python(source: str) -> Iterator[Finding]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield from check_summary(node.value.value, node.lineno)
-    for found in tokenize.generate_tokens(io.StringIO(source).readline):
-        kind, line = token.tok_name[found.type], found.start[0]
+    for token_info in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind, line = token.tok_name[token_info.type], token_info.start[0]
         if kind == "COMMENT":
-            yield from check_summary(found.string, line)
+            yield from check_summary(token_info.string, line)
         if kind in ("COMMENT", "STRING", "FSTRING_MIDDLE"):
-            yield from check_text(found.string, line)
+            yield from check_text(token_info.string, line)
         elif kind == "NAME":
-            yield from ((line, found.string, instead) for instead in check_name(found.string))
+            yield from ((line, token_info.string, instead) for instead in check_name(token_info.string))
 
 
 @functools.cache
@@ -186,31 +186,31 @@ def check_definitions(source: str) -> Iterator[Finding]:
 
 def check_file(path: str) -> list[Finding]:
     """Return the findings in a file by line, without those of `EXCEPTIONS`."""
-    allowed = [words for prefix, words, _ in EXCEPTIONS if path.startswith(prefix)]
-    if "" in allowed:
+    allowed_words = [words for prefix, words, _ in EXCEPTIONS if path.startswith(prefix)]
+    if "" in allowed_words:
         return []
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".py"):
-        found = list(check_python(text))
+        findings = list(check_python(text))
         if not path.startswith("tests/"):
-            found += check_definitions(text)
+            findings += check_definitions(text)
     else:
-        found = list(check_text(text))
+        findings = list(check_text(text))
         if not path.endswith((".md", ".jinja")):  # where # begins a comment
             for number, line in enumerate(text.splitlines(), start=1):
-                found += check_summary(line.partition("#")[2], number)
-    return sorted(finding for finding in set(found) if finding[1] not in allowed)
+                findings += check_summary(line.partition("#")[2], number)
+    return sorted(finding for finding in set(findings) if finding[1] not in allowed_words)
 
 
 def chosen_files(paths: list[str]) -> list[str]:
     """Return the files with prose below these paths, or without paths all."""
-    listed = subprocess.run(
+    files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
     return [
         path
-        for path in sorted(set(listed))
+        for path in sorted(set(files))
         if (
             Path(path).suffix in (".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".sbatch", ".jinja")
             or Path(path).name in ("Dockerfile", "Makefile", "run")

@@ -14,8 +14,8 @@ def filled(page: str, name: str, lines: Iterable[str]) -> str:
     """Return a page with these lines between its markers of this name."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, _, rest = page.partition(begin)
-    _, found, after = rest.partition(end)
-    assert found, f"the page lacks the markers of {name}"
+    _, marker, after = rest.partition(end)
+    assert marker, f"the page lacks the markers of {name}"
     return before + begin + "\n".join(lines) + "\n" + end + after
 
 

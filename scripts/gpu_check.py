@@ -91,7 +91,7 @@ def run_check(check: Check, directory: Path, *, rehearses: bool) -> Result:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"} | (
         {"OMP_NUM_THREADS": "1"} if rehearses else {}
     )
-    started = time.monotonic()
+    start = time.monotonic()
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -106,7 +106,7 @@ def run_check(check: Check, directory: Path, *, rehearses: bool) -> Result:
             _end(process)
     if process.returncode:
         reason += "\n" + "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-SHOWN_LINES:])
-    return _result(check, folder / RESULT, reason, time.monotonic() - started)
+    return _result(check, folder / RESULT, reason, time.monotonic() - start)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -128,12 +128,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _result(check: Check, path: Path, reason: str, seconds: float) -> Result:
     """Judge what a check has written. reason: of its failure, if it has written nothing."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"error": reason}
-    measured = found.get("measured", [])
-    error = found.get("error") or ("" if measured else "measured nothing")
-    is_passed = not error and all(one["is_met"] for one in measured)
+    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"error": reason}
+    measurements = report.get("measured", [])
+    error = report.get("error") or ("" if measurements else "measured nothing")
+    is_passed = not error and all(one["is_met"] for one in measurements)
     return Result(
-        check=check, verdict=PASSED if is_passed else FAILED, reason=error, measured=measured, seconds=seconds
+        check=check, verdict=PASSED if is_passed else FAILED, reason=error, measured=measurements, seconds=seconds
     )
 
 
@@ -194,8 +194,8 @@ def write(results: Sequence[Result], facts: dict[str, str], directory: Path, tit
     """Write the results as JSON and as a page."""
     from lockstep.lab.pages.render import render, write_page
 
-    listed = [asdict(result) for result in results]
-    (directory / "gpu_check.json").write_text(json.dumps({"machine": facts, "results": listed}, indent=1))
+    entries = [asdict(result) for result in results]
+    (directory / "gpu_check.json").write_text(json.dumps({"machine": facts, "results": entries}, indent=1))
     page = render(
         "gpu_check.html.jinja", title=title, counts=counts(results), results=results, badges=BADGES, facts=facts
     )
@@ -203,12 +203,12 @@ def write(results: Sequence[Result], facts: dict[str, str], directory: Path, tit
 
 
 def table(results: Sequence[Result]) -> Table:
-    shown = Table("check", "verdict", "expected", "measured", "s", show_lines=True)
+    grid = Table("check", "verdict", "expected", "measured", "s", show_lines=True)
     for result in results:
         verdict = f"[{COLORS[result.verdict]}]{result.verdict}"
-        measured = "\n".join(result.lines()).replace("[", r"\[")
-        shown.add_row(result.check.name, verdict, result.check.expected, measured, f"{result.seconds:.0f}")
-    return shown
+        lines = "\n".join(result.lines()).replace("[", r"\[")
+        grid.add_row(result.check.name, verdict, result.check.expected, lines, f"{result.seconds:.0f}")
+    return grid
 
 
 def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
@@ -220,29 +220,29 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
     parser.add_argument("--quick", action="store_true", help="only the checks of the first five minutes")
     parser.add_argument("--only", nargs="+", choices=[check.name for check in checks], metavar="NAME", default=[])
     parser.add_argument("--out", type=Path, help="run directory, new or empty (default: runs/gpu-check-<time>)")
-    parsed = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     num_gpus = torch.cuda.device_count()
-    if parsed.rehearse and num_gpus:
+    if options.rehearse and num_gpus:
         print("lockstep: --rehearse is for machines without a GPU; run it without this option here", file=sys.stderr)
         return 2
-    if not parsed.rehearse and not num_gpus:
+    if not options.rehearse and not num_gpus:
         print("lockstep: this machine has no GPU that torch sees, so nothing can be checked", file=sys.stderr)
         return 2
-    directory = (parsed.out or ROOT / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")).resolve()
+    directory = (options.out or ROOT / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")).resolve()
     if directory.exists() and any(directory.iterdir()):
         print(f"lockstep: --out={directory} has files; name a new or an empty directory", file=sys.stderr)
         return 2
     directory.mkdir(parents=True, exist_ok=True)
     console = Console()
-    chosen = [check for check in checks if check.name in parsed.only or not parsed.only]
-    chosen = [check for check in chosen if check.is_quick or not parsed.quick]
-    title = f"GPU check{', quick form' * parsed.quick}{', rehearsed on a CPU' * parsed.rehearse}"
+    selection = [check for check in checks if check.name in options.only or not options.only]
+    selection = [check for check in selection if check.is_quick or not options.quick]
+    title = f"GPU check{', quick form' * options.quick}{', rehearsed on a CPU' * options.rehearse}"
 
     def say(result: Result) -> None:
         verdict = f"[{COLORS[result.verdict]}]{result.verdict}[/]"
         console.print(f"{result.check.name:<12} {verdict}, {result.seconds:.0f} s", highlight=False)
 
-    results = run_checks(chosen, directory, rehearses=parsed.rehearse, num_gpus=num_gpus, report=say)
+    results = run_checks(selection, directory, rehearses=options.rehearse, num_gpus=num_gpus, report=say)
     facts = machine()
     write(results, facts, directory, title)
     console.print(table(results))

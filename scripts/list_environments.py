@@ -19,11 +19,11 @@ def table() -> list[str]:
     """Return the lines of the table, environments that share all traits in one."""
     by_traits: dict[str, list[str]] = {}
     for name in environment_names():
-        declared = declaration(name)
-        if declared.has_parts:
+        facts = declaration(name)
+        if facts.has_parts:
             continue  # has the traits of its parts
-        answers = "yes" if declared.is_deterministic else "no"
-        traits = f"{READS[declared.reads]} | {declared.max_turns} | {declared.opens or 'nothing'} | {answers}"
+        answers = "yes" if facts.is_deterministic else "no"
+        traits = f"{READS[facts.reads]} | {facts.max_turns} | {facts.opens or 'nothing'} | {answers}"
         by_traits.setdefault(traits, []).append(f"`{name}`")
     lines = [f"| {', '.join(names)} | {traits} |" for traits, names in by_traits.items()]
     return [

@@ -87,10 +87,10 @@ def page() -> str:
         fact = facts.get(package, {"license": "", "url": ""})
         inside = {name: lock[package] for name, lock in locks.items() if package in lock}
         only = "" if {"cpu", "cuda"} <= inside.keys() or package == "torch" else f" ({', '.join(inside)})"
-        pinned = ", ".join(sorted({version for found in inside.values() for version in found}))
-        declared = fact["license"] or "not declared"
-        remark = "" if is_permissive(declared) else note(package)
-        lines.append(f"| [{package}]({fact['url']}) | {pinned}{only} | {declared} | {remark} |")
+        pins = ", ".join(sorted({version for numbers in inside.values() for version in numbers}))
+        license_text = fact["license"] or "not declared"
+        remark = "" if is_permissive(license_text) else note(package)
+        lines.append(f"| [{package}]({fact['url']}) | {pins}{only} | {license_text} | {remark} |")
     return "\n".join(lines) + "\n"
 
 

@@ -95,19 +95,19 @@ def defaults() -> Iterator[str]:
 def cells(model: str, gpus: int, rollout: str, rank: int) -> list[str]:
     """Return what a run chooses under the first launch with which it fits, or the numbers of its refusal."""
     config, shape = configured(model, rollout, rank, ROW_TOKENS), measured(model, rank)
-    refused = 0.0
+    refused_gib = 0.0
     for launch in LAUNCHES[gpus]:
         sharding, available = launch.sharding(gpus), int(GPU_GIB * GIB)
         try:
-            made = with_chosen(config, shape, sharding, available=available, say=lambda _: None, on_gpu=True)
-            plan = memory_plan(shape, made, sharding, on_gpu=True)
+            choice = with_chosen(config, shape, sharding, available=available, say=lambda _: None, on_gpu=True)
+            plan = memory_plan(shape, choice, sharding, on_gpu=True)
             left = f"{cache_gib_left(plan, available=available):.0f} GiB" if rollout == "colocated" else "the servers'"
         except ConfigError:
-            refused = smallest(shape, config, sharding).total / GIB
+            refused_gib = smallest(shape, config, sharding).total / GIB
             continue
-        checkpointing = "yes" if made.is_checkpointed else "no"
-        return [launch.name, f"{made.pack_tokens:,}", checkpointing, left, f"{plan.total / GIB:.0f} GiB"]
-    return [LAUNCHES[gpus][-1].name, "refused", "yes", "none", f"{refused:.1f} GiB"]
+        checkpointing = "yes" if choice.is_checkpointed else "no"
+        return [launch.name, f"{choice.pack_tokens:,}", checkpointing, left, f"{plan.total / GIB:.0f} GiB"]
+    return [LAUNCHES[gpus][-1].name, "refused", "yes", "none", f"{refused_gib:.1f} GiB"]
 
 
 def smallest(shape: ModelShape, config: Config, sharding: Sharding) -> MemoryPlan:
@@ -122,9 +122,9 @@ def peers() -> Iterator[str]:
         config = configured(peer.model, "server", peer.lora_rank, 16_384)
         config = replace(config, token_budget=16_384, model=replace(config.model, gradient_checkpointing=True))
         plan = memory_plan(measured(peer.model, peer.lora_rank), config, peer.launch.sharding(peer.gpus), on_gpu=True)
-        trained = f"LoRA, rank {peer.lora_rank}" if peer.lora_rank else "all weights"
+        weights = f"LoRA, rank {peer.lora_rank}" if peer.lora_rank else "all weights"
         yield (
-            f"| {peer.title} | {peer.gpus} | {trained} | {peer.measured_gib} GiB | "
+            f"| {peer.title} | {peer.gpus} | {weights} | {peer.measured_gib} GiB | "
             f"{plan.total / GIB:.1f} GiB ({peer.launch.name}) |"
         )
 

@@ -28,8 +28,8 @@ def row(family: Family) -> str:
     prefixes = "no" if family.is_recurrent else "yes"
     routes = ("yes" if family.replays_routes else "no") if family.has_experts else "–"
     adapters = "all but experts" if family.has_experts else "all"
-    sent = "merged" if family.merges_adapters else "alone"
-    cells = [family.title, types, family.layers or "–", prefixes, routes, adapters, sent]
+    transfer = "merged" if family.merges_adapters else "alone"
+    cells = [family.title, types, family.layers or "–", prefixes, routes, adapters, transfer]
     return f"| {' | '.join(cells)} |"
 
 
@@ -89,7 +89,7 @@ def proofs_data() -> str:
             for name, value in settings(config):
                 values.setdefault(name, set()).add(value)
     lines = [
-        f"{json.dumps(kind)}: {json.dumps({name: sorted(found) for name, found in sorted(values.items())})}"
+        f"{json.dumps(kind)}: {json.dumps({name: sorted(choices) for name, choices in sorted(values.items())})}"
         for kind, values in sorted(proven.items())
     ]
     return "{\n" + ",\n".join(lines) + "\n}\n"

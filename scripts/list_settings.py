@@ -54,8 +54,8 @@ def meaning(declared: Setting) -> str:
 
 
 def row(name: str, declared: Setting, default: object) -> str:
-    shown = yaml.safe_dump(default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-    return cells(f"`{name}`", "required" if declared.example else f"`{shown}`", meaning(declared))
+    text = yaml.safe_dump(default, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    return cells(f"`{name}`", "required" if declared.example else f"`{text}`", meaning(declared))
 
 
 def cells(*texts: str) -> str:
@@ -97,8 +97,8 @@ def algorithms_page() -> str:
     for name, lines in (("presets", presets()), ("losses", losses()), ("advantages", advantages())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
-        _, found, after = rest.partition(end)
-        assert found, f"docs/algorithms.md lacks the markers of the table {name}"
+        _, marker, after = rest.partition(end)
+        assert marker, f"docs/algorithms.md lacks the markers of the table {name}"
         page = before + begin + "\n".join(lines) + "\n" + end + after
     return page
 
@@ -115,12 +115,14 @@ def presets() -> list[str]:
         if values.get("trains_on") == "demonstrations":  # no advantage, no policy loss
             continue
         others = values.items() - {"name": file.stem}.items()
-        changed = {name: v for name, v in others if name not in ("name", "advantage", "loss", "normalizer")}
-        shown = [
-            f"`{name}={typed(v)}`" for name, v in values.items() if name in changed and v != getattr(default, name)
+        extras = {name: v for name, v in others if name not in ("name", "advantage", "loss", "normalizer")}
+        differences = [
+            f"`{name}={typed(v)}`" for name, v in values.items() if name in extras and v != getattr(default, name)
         ]
         main = [values.get(name, getattr(default, name)) for name in ("advantage", "loss", "normalizer")]
-        lines.append(cells(f"`{file.stem}`", *(f"`{value}`" for value in main), ", ".join(shown) or "–", source(text)))
+        lines.append(
+            cells(f"`{file.stem}`", *(f"`{value}`" for value in main), ", ".join(differences) or "–", source(text))
+        )
     return lines
 
 
@@ -150,8 +152,8 @@ def advantages() -> list[str]:
         "needs_states": "turns of equal state",
     }
     for name, advantage in sorted(ADVANTAGES.items()):
-        needed = [text for attribute, text in needs.items() if getattr(advantage, attribute)]
-        lines.append(cells(f"`{name}`", ", ".join(needed) or "–", arguments(advantage), first_line(advantage)))
+        requirements = [text for attribute, text in needs.items() if getattr(advantage, attribute)]
+        lines.append(cells(f"`{name}`", ", ".join(requirements) or "–", arguments(advantage), first_line(advantage)))
     return lines
 
 

@@ -21,9 +21,9 @@ PAGE = "docs/stability.md"
 
 
 def settings() -> Iterator[tuple[str, str]]:
-    for name, (declared, _) in declarations(Config()).items():
-        if declared.experimental:
-            yield name, declared.experimental
+    for name, (setting, _) in declarations(Config()).items():
+        if setting.experimental:
+            yield name, setting.experimental
 
 
 def files(pattern: str, mark: str) -> Iterator[tuple[str, str]]:

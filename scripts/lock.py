@@ -64,11 +64,11 @@ def locked(file: Path) -> list[Requirement]:
 
 def versions(packages: Iterable[Requirement]) -> dict[str, list[str]]:
     """Return the locked versions by package; there are several where versions of Python need their own."""
-    found: dict[str, list[str]] = {}
+    pins: dict[str, list[str]] = {}
     for package in packages:
         (pin,) = package.specifier
-        found.setdefault(canonicalize_name(package.name), []).append(pin.version)
-    return found
+        pins.setdefault(canonicalize_name(package.name), []).append(pin.version)
+    return pins
 
 
 def project() -> dict[str, Any]:
@@ -94,24 +94,24 @@ def compile_lock(name: str, requirements: Iterable[str], *options: str) -> int:
     if status == 0:
         # Most lines have the same marker, which describes the supported machines. Without it the file can be read.
         text = file.read_text()
-        ((supported, _),) = Counter(re.findall(r" ; .*(?= \\$)", text, re.M)).most_common(1)
-        file.write_text(text.replace(supported + " \\\n", " \\\n"))
+        ((marker, _),) = Counter(re.findall(r" ; .*(?= \\$)", text, re.M)).most_common(1)
+        file.write_text(text.replace(marker + " \\\n", " \\\n"))
     return status
 
 
 def write_locks(options: Sequence[str]) -> None:
     """Write all locks. Raises SystemExit if uv fails."""
     build, audit = project()["build-system"]["requires"], project()["project"]["optional-dependencies"]["audit"]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as excluded:
-        excluded.write("\n".join(NOT_FOR_CPU))
-        excluded.flush()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as exclude_file:
+        exclude_file.write("\n".join(NOT_FOR_CPU))
+        exclude_file.flush()
         same = ["--constraint", "requirements/cuda.txt"]
         for name, requirements, own in (
             ("cuda.txt", build, ["pyproject.toml", "--extra", "cuda", "--extra", "test"]),
             (
                 "cpu.txt",
                 [*build, *TORCH_CPU_REQUIRES, *MISSED_BY_UV],
-                ["pyproject.toml", "--extra", "cpu", "--extra", "test", "--excludes", excluded.name, *same],
+                ["pyproject.toml", "--extra", "cpu", "--extra", "test", "--excludes", exclude_file.name, *same],
             ),
             ("build.txt", build, same),
             ("audit.txt", audit, same),
@@ -133,7 +133,7 @@ def write_torch_cpu() -> None:
 def write_licenses() -> None:
     """Write licenses.json from the metadata that the index has, without installing. Raises SystemExit if pip fails."""
     packages = {str(package): package for name in LOCKS for package in locked(FOLDER / name)}.values()
-    several = {name for name, found in versions(packages).items() if len(found) > 1}
+    several = {name for name, entries in versions(packages).items() if len(entries) > 1}
     for package in packages:
         if canonicalize_name(package.name) not in several:
             package.marker = None  # for other machines than this one
@@ -153,15 +153,15 @@ def write_licenses() -> None:
     ]
     command += ["--dry-run", "--no-deps", "--ignore-installed", "--report", "-", "-r", "/dev/stdin"]
     names = "\n".join(map(str, packages))
-    done = subprocess.run(command, input=names, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
+    result = subprocess.run(command, input=names, stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode:
         sys.exit("pip could not read the metadata of the locked packages; its message is above.")
-    found = [installed["metadata"] for installed in json.loads(done.stdout)["install"]]
+    entries = [item["metadata"] for item in json.loads(result.stdout)["install"]]
     for name in ("cpu.txt", "cuda.txt"):
-        if absent := missing(name, {entry["name"]: entry.get("requires_dist", []) for entry in found}):
+        if absent := missing(name, {entry["name"]: entry.get("requires_dist", []) for entry in entries}):
             sys.exit(f"requirements/{name} lacks {', '.join(absent)}: name them in MISSED_BY_UV")
     licenses = {}
-    for metadata in found:
+    for metadata in entries:
         licenses[canonicalize_name(metadata["name"])] = {
             "version": metadata["version"].partition("+")[0],  # an index may have builds with a local version
             "license": license_of(metadata),
@@ -182,18 +182,18 @@ def missing(name: str, required: dict[str, list[str]]) -> list[str]:
         for package in (*locked(FOLDER / name), *locked(FOLDER / "torch-cpu.txt"))
         if package.marker is None or package.marker.evaluate()
     }
-    found = []
+    gaps = []
     for dependent, requirements in required.items():
         is_locked = canonicalize_name(dependent) in has and not (name == "cpu.txt" and dependent in NOT_FOR_CPU)
         for requirement in map(Requirement, requirements if is_locked else ()):
             package = canonicalize_name(requirement.name)
-            needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if not needed or (name == "cpu.txt" and package in NOT_FOR_CPU):
+            is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if not is_needed or (name == "cpu.txt" and package in NOT_FOR_CPU):
                 continue
             pin = next(iter(has[package].specifier)).version if package in has else None
             if pin is None or not requirement.specifier.contains(pin, prereleases=True):
-                found.append(f"{requirement} (of {dependent})")
-    return found
+                gaps.append(f"{requirement} (of {dependent})")
+    return gaps
 
 
 def license_of(metadata: dict[str, Any]) -> str:
@@ -212,10 +212,10 @@ def address(metadata: dict[str, Any]) -> str:
     for entry in metadata.get("project_url", []):
         label, _, url = entry.partition(",")
         links[re.sub(r"[^a-z]", "", label.lower())] = url.strip()
-    found = [links[label] for label in ("source", "sourcecode", "repository", "github", "code") if label in links]
+    sources = [links[label] for label in ("source", "sourcecode", "repository", "github", "code") if label in links]
     home = [metadata.get("home_page", ""), links.get("homepage", ""), links.get("home", "")]
     return next(
-        (url for url in (*found, *home) if url.startswith("http")), f"https://pypi.org/project/{metadata['name']}/"
+        (url for url in (*sources, *home) if url.startswith("http")), f"https://pypi.org/project/{metadata['name']}/"
     )
 
 

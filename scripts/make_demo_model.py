@@ -38,9 +38,9 @@ def main() -> int:
     model_dir = arguments.out or Path("models") / f"{arguments.task}{suffix}"
     data_dir = arguments.data or Path("data") / "demo" / arguments.task
     try:
-        made = find_made(arguments.task, model_dir, data_dir, arguments.seed, architecture)
-        if made is not None:
-            print(f"{made.task}: {model_dir} and {data_dir} exist already, made by this recipe")
+        demo = find_made(arguments.task, model_dir, data_dir, arguments.seed, architecture)
+        if demo is not None:
+            print(f"{demo.task}: {model_dir} and {data_dir} exist already, made by this recipe")
             return 0
         from rich.console import Console  # imported only if needed, because torch loads slowly
 

@@ -113,8 +113,8 @@ ROOMS = (
 
 def modules(package: str) -> list[Path]:
     """Return the modules of a package, its own before those of its folders; empty `__init__` files are left out."""
-    found = sorted((ROOT / package).rglob("*.py"), key=lambda path: (len(path.relative_to(ROOT).parts) > 2, path))
-    return [path.relative_to(ROOT) for path in found if path.read_text(encoding="utf-8").strip()]
+    paths = sorted((ROOT / package).rglob("*.py"), key=lambda path: (len(path.relative_to(ROOT).parts) > 2, path))
+    return [path.relative_to(ROOT) for path in paths if path.read_text(encoding="utf-8").strip()]
 
 
 def sentence(module: Path) -> str:

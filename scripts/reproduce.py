@@ -32,26 +32,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="show recipe, plan and machine, and start nothing")
     parser.add_argument("--judge", action="store_true", help="only judge the run that is there")
     parser.add_argument("--processes", type=int, help="number of processes (default: one per GPU of the recipe)")
-    given = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     from lockstep.rollout.errors import ConfigError, LockstepError
     from lockstep.rollout.safe_text import print_error
     from scripts.recipes.declared import RECIPES
 
-    if given.recipe is None:
+    if options.recipe is None:
         print(listing())
         return 0
     try:
-        if given.recipe not in RECIPES:
+        if options.recipe not in RECIPES:
             raise ConfigError(
-                f"found no recipe {given.recipe}, expected one of {', '.join(RECIPES)}; type make reproduce"
+                f"found no recipe {options.recipe}, expected one of {', '.join(RECIPES)}; type make reproduce"
             )
         return reproduce(
-            RECIPES[given.recipe],
-            tuple(given.overrides),
-            processes=given.processes,
-            is_dry=given.dry_run,
-            only_judges=given.judge,
+            RECIPES[options.recipe],
+            tuple(options.overrides),
+            processes=options.processes,
+            is_dry=options.dry_run,
+            only_judges=options.judge,
         )
     except LockstepError as error:
         print_error(error)

@@ -41,9 +41,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     try:
-        given = vars(arguments())
-        limits = Limits(**{field.name: given.pop(field.name) for field in dataclasses.fields(Limits)})
-        asyncio.run(serve(limits=limits, **given))
+        options = vars(arguments())
+        limits = Limits(**{field.name: options.pop(field.name) for field in dataclasses.fields(Limits)})
+        asyncio.run(serve(limits=limits, **options))
     except LockstepError as error:
         print_error(error)
         sys.exit(2)

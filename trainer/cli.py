@@ -87,23 +87,21 @@ def launch(
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that messages can be rewritten
     ConfigStore.instance().store(name="schema", node=schema(config_class))
 
-    composed: list[DictConfig] = []
+    trees: list[DictConfig] = []
     configs: list[Any] = []
     notices: list[str] = []
     words = sys.argv[1:]
     try:
         refuse_unreadable(words, schema(config_class))
-        saved = saved_run(words) if config_class is Config else None
-        if saved is not None:
-            config_name = store_base(saved.settings, path=saved.path)
+        stored_run = saved_run(words) if config_class is Config else None
+        if stored_run is not None:
+            config_name = store_base(stored_run.settings, path=stored_run.path)
         # Hydra adds lines to errors of its task, so the task only returns the tree.
-        _composed_by(
-            hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(composed.append)
-        )
-        for tree in composed:  # empty after --help and --cfg
+        _composed_by(hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(trees.append))
+        for tree in trees:  # empty after --help and --cfg
             config = to_config(tree, config_class)
-            if saved is not None:
-                check_resumed(saved, config, words)
+            if stored_run is not None:
+                check_resumed(stored_run, config, words)
             if isinstance(config, Config):
                 notices.append(drop_prepared_heldout(config.data, words))
                 refuse_demo_parts(config, words)
@@ -115,17 +113,17 @@ def launch(
     except LockstepError as error:
         hint = new_run_hint(words)
         if hint and not sets(words, "experiment", *chain(*TASK.values())):  # a mistyped name, and nothing else to mend
-            said = [f"{hint}; name a run, or set model.path, data.path and reward for a new one"]
+            messages = [f"{hint}; name a run, or set model.path, data.path and reward for a new one"]
         else:
-            said = [*notices, hint, _message(error)]
-        _print("\n".join(filter(None, said)))
+            messages = [*notices, hint, _message(error)]
+        _print("\n".join(filter(None, messages)))
         sys.exit(_status(error))
     except KeyboardInterrupt:
         _print(INTERRUPTED)
         sys.exit(130)
-    if saved is not None and saved.unknown:
-        listed = ", ".join(saved.unknown)
-        notices.append(f"{saved.path} holds settings that this version does not know, left out: {listed}")
+    if stored_run is not None and stored_run.unknown:
+        unknown_names = ", ".join(stored_run.unknown)
+        notices.append(f"{stored_run.path} holds settings that this version does not know, left out: {unknown_names}")
     if any(notices) and os.environ.get("RANK", "0") == "0":
         _print("\n".join(filter(None, notices)))
     for config in configs:
@@ -237,9 +235,9 @@ def _default_override(key: str, config_class: type) -> str:
     value = OmegaConf.select(tree, key)
     if isinstance(value, DictConfig) and key not in free_form(config_class()):
         return f"leave {key} out, or set one of {', '.join(f'{key}.{name}' for name in list(value)[:3])}"
-    declared = declarations(config_class()).get(key)
-    if declared is not None and declared[0].example:
-        return f"set it, for example {declared[0].example}"
+    entry = declarations(config_class()).get(key)
+    if entry is not None and entry[0].example:
+        return f"set it, for example {entry[0].example}"
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return f"set {key}={json.dumps(plain, separators=(',', ':')).replace(chr(34), '')} (the default)"
 

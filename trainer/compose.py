@@ -64,8 +64,8 @@ def known_keys(config_class: type) -> frozenset[str]:
 
 def unknown_keys(tree: DictConfig, config_class: type = Config) -> list[str]:
     """Return the keys of a tree that are no settings."""
-    known, chosen = known_keys(config_class), tuple(f"{name}." for name in free_form(config_class()))
-    return [key for key in all_keys(tree) if key not in known and not key.startswith(chosen)]
+    setting_keys, free_prefixes = known_keys(config_class), tuple(f"{name}." for name in free_form(config_class()))
+    return [key for key in all_keys(tree) if key not in setting_keys and not key.startswith(free_prefixes)]
 
 
 def to_config(tree: DictConfig, config_class: type = Config) -> Any:
@@ -93,25 +93,25 @@ def to_config(tree: DictConfig, config_class: type = Config) -> Any:
 
 def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig]:
     """Convert entries to `DataSetConfig`, without null ones. Raises `ConfigError` for other types."""
-    known = [field.name for field in dataclasses.fields(DataSetConfig)]
-    found = {}
+    names = [field.name for field in dataclasses.fields(DataSetConfig)]
+    data_sets = {}
     for name, entry in entries.items():
         if entry is None:
             continue
         if not isinstance(entry, dict):
             raise ConfigError(f"{setting}.{name}={entry} is not a data set; set {setting}.{name}.path=<file or hub id>")
         for key in entry:
-            if key not in known:
+            if key not in names:
                 raise ConfigError(
-                    f"{setting}.{name}.{key} is not a setting{closest(str(key), known)}; set one of {', '.join(known)}"
+                    f"{setting}.{name}.{key} is not a setting{closest(str(key), names)}; set one of {', '.join(names)}"
                 )
         try:
-            found[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSetConfig), entry))
+            data_sets[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSetConfig), entry))
         except OmegaConfBaseException as error:
             first, _, _ = str(error).partition("\n")
             key = getattr(error, "full_key", None) or "?"
             raise ConfigError(f"{setting}.{name}.{key}: {type_problem(first)}; leave it out for the default") from error
-    return found
+    return data_sets
 
 
 def type_problem(text: str) -> str:
@@ -129,8 +129,8 @@ def type_problem(text: str) -> str:
 
 def sets(words: Sequence[str], *keys: str) -> bool:
     """Return True if a word of the command line sets one of these settings or groups, or something inside of one."""
-    typed = [word.lstrip("+").partition("=")[0] for word in words]
-    return any(name == key or ("." in key and name.startswith(f"{key}.")) for name in typed for key in keys)
+    names = [word.lstrip("+").partition("=")[0] for word in words]
+    return any(name == key or ("." in key and name.startswith(f"{key}.")) for name in names for key in keys)
 
 
 def drop_prepared_heldout(data: DataConfig, words: Sequence[str]) -> str:
@@ -143,9 +143,9 @@ def drop_prepared_heldout(data: DataConfig, words: Sequence[str]) -> str:
     paths = [data_set.path for data_set in data.training_sets().values()]
     if folder is None or sets(words, "data.heldout_path") or folder in map(data_folder, paths):
         return ""
-    dropped, data.heldout_path = data.heldout_path, None
+    path, data.heldout_path = data.heldout_path, None
     return (
-        f"{dropped} is not held-out data of {', '.join(paths)}, so it is left out, as with data.heldout_path=null; set "
+        f"{path} is not held-out data of {', '.join(paths)}, so it is left out, as with data.heldout_path=null; set "
         "data.heldout_path=<file or hub id> to evaluate"
     )
 
@@ -160,18 +160,18 @@ def refuse_demo_parts(config: Config, words: Sequence[str]) -> None:
             f"data.path={config.data.path} is not read beside data.sources; leave it out, or name it as one of them: "
             f"data.sources.more.path={config.data.path}"
         )
-    used = {**config.data.training_sets(), **config.heldout_sets()}.values()
-    other = [data_set.path for data_set in used if data_set.path and data_folder(data_set.path) != DEMO]
+    data_sets = {**config.data.training_sets(), **config.heldout_sets()}.values()
+    other = [data_set.path for data_set in data_sets if data_set.path and data_folder(data_set.path) != DEMO]
     if not other or not config.has_rollouts or not sets(words, *TASK["data"]):
         return
     name = config.environment.name
     is_kept = declaration(name).demo_task is not None and not sets(words, *TASK["environment"])
-    kept = [f"environment {name}"] if is_kept else []
+    parts = [f"environment {name}"] if is_kept else []
     if DEMO_REWARD in config.reward.functions and not sets(words, *TASK["reward"]):
-        kept.append(f"reward {DEMO_REWARD}")
-    if kept:
+        parts.append(f"reward {DEMO_REWARD}")
+    if parts:
         raise ConfigError(
-            f"{other[0]} is not data of the demo, which {' and '.join(kept)} {'are' if kept[1:] else 'is'} for; set "
+            f"{other[0]} is not data of the demo, which {' and '.join(parts)} {'are' if parts[1:] else 'is'} for; set "
             "environment=single_turn reward=numeric, or others that fit your data"
         )
 
@@ -188,18 +188,18 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
         weights = config.reward.weight_by_name.items()
         parts["environment"] = _environment(config.environment, config.max_turns)
         parts["reward"] = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights)
-    typed = [part for part in parts if sets(words, *TASK[part])]
-    kept = [part for part in parts if part not in typed]
+    typed_parts = [part for part in parts if sets(words, *TASK[part])]
+    kept_parts = [part for part in parts if part not in typed_parts]
     if trains and not config.evaluates and (heldout := [one.path for one in config.heldout_sets().values()]):
         parts["held out"] = f"{', '.join(heldout)}: not used, because eval.every=0"
     experiment = [word for word in words if word.startswith("experiment=")]
-    if experiment and typed and kept:
-        parts["kept"] = f"{', '.join(kept)} of {experiment[-1]}, beside another {', '.join(typed)}"
+    if experiment and typed_parts and kept_parts:
+        parts["kept"] = f"{', '.join(kept_parts)} of {experiment[-1]}, beside another {', '.join(typed_parts)}"
     if uncertain := experimental(config):
         parts["experimental"] = "; ".join(f"{name}, {reason}" for name, reason in uncertain.items())
     keys = Counter(word.partition("=")[0] for word in words if "=" in word)
-    if repeated := [key for key, count in keys.items() if count > 1]:
-        parts["typed twice"] = f"{', '.join(repeated)}: the last one counts"
+    if repeated_keys := [key for key, count in keys.items() if count > 1]:
+        parts["typed twice"] = f"{', '.join(repeated_keys)}: the last one counts"
     return redact_text("\n".join(f"{part:<14} {text}" for part, text in parts.items()))
 
 

@@ -116,15 +116,15 @@ def check_resumed(saved: SavedRun, config: Config, words: Sequence[str]) -> None
     if secrets := [name for name, value in leaves(values) if REDACTED in str(value)]:
         raise ConfigError(f"{saved.path} does not hold the secrets of the run; type them again: {', '.join(secrets)}")
     _refuse_foreign_code(saved, config, words)
-    changed = changed_task(saved.settings, plain(config))
-    if changed and not config.resume_with_changes:
-        listed = ", ".join(f"{name} ({flow(old)} -> {flow(new)})" for name, (old, new) in changed.items())
+    task_changes = changed_task(saved.settings, plain(config))
+    if task_changes and not config.resume_with_changes:
+        listing = ", ".join(f"{name} ({flow(old)} -> {flow(new)})" for name, (old, new) in task_changes.items())
         raise ConfigError(
-            f"the run of {saved.path} learns another task than this command: {listed}; leave these words out, add "
+            f"the run of {saved.path} learns another task than this command: {listing}; leave these words out, add "
             "resume_with_changes=true to train it on the new task, or start a new run with model.path=<its model>"
         )
     for kind in ("loss", "advantage"):
-        if changed and not sets(words, f"algorithm.{kind}_sha256"):
+        if task_changes and not sets(words, f"algorithm.{kind}_sha256"):
             setattr(config.algorithm, f"{kind}_sha256", None)
 
 
@@ -148,9 +148,9 @@ def _refuse_foreign_code(saved: SavedRun, config: Config, words: Sequence[str]) 
 
 def _typed(words: Sequence[str], key: str) -> str | None:
     """Return the value of a setting on the command line; None if it is not there or is null."""
-    found = [word for word in words if word.lstrip("+").partition("=")[0] == key]
+    matches = [word for word in words if word.lstrip("+").partition("=")[0] == key]
     try:
-        value = OverridesParser.create().parse_override(found[-1]).value() if found else None
+        value = OverridesParser.create().parse_override(matches[-1]).value() if matches else None
     except HydraException:
         return None  # Hydra reports it
     return None if value is None else str(value)

@@ -111,20 +111,20 @@ def as_field(declaration: Setting) -> Any:
 
 def declarations(settings: Any, prefix: str = "") -> dict[str, tuple[Setting, Any]]:
     """Return dotted name -> (declaration, value) for every setting of a dataclass instance, nested ones included."""
-    found: dict[str, tuple[Setting, Any]] = {}
+    pairs: dict[str, tuple[Setting, Any]] = {}
     for one in fields(settings):
         value = getattr(settings, one.name)
         if is_dataclass(value):
-            found |= declarations(value, f"{prefix}{one.name}.")
+            pairs |= declarations(value, f"{prefix}{one.name}.")
         else:
-            found[f"{prefix}{one.name}"] = (one.metadata["setting"], value)
-    return found
+            pairs[f"{prefix}{one.name}"] = (one.metadata["setting"], value)
+    return pairs
 
 
 def experimental(settings: Any) -> dict[str, str]:
     """Return the reason by name of each experimental setting that differs from the default of the schema."""
-    chosen = {name: declared for name, (declared, value) in declarations(settings).items() if value != declared.default}
-    return {name: declared.experimental for name, declared in chosen.items() if declared.experimental}
+    non_defaults = {name: entry for name, (entry, value) in declarations(settings).items() if value != entry.default}
+    return {name: entry.experimental for name, entry in non_defaults.items() if entry.experimental}
 
 
 def free_form(settings: Any) -> tuple[str, ...]:

@@ -100,8 +100,8 @@ class Trainer:
     ) -> StepReport:
         """Make one training step; a collective. on_stage: called with its name when a stage begins."""
         watch, version = Stopwatch(on_stage), self.version
-        collected = self._collect(watch, on_rollout)
-        batch = self._share(collected, watch)
+        collection = self._collect(watch, on_rollout)
+        batch = self._share(collection, watch)
         if self._sync is not None:
             with watch.stage("sync"):
                 self._with_engines(self._sync.sleep)  # after the teacher, which may be the policy in the same engines
@@ -110,32 +110,32 @@ class Trainer:
         correction = StepCorrection.of(batch, logprobs.old, self._config.correction)
         targets, credit_metrics = self._assign_credit(batch, logprobs, correction)
         with watch.stage("update"):
-            updated = self._updater.update(batch, targets, watch.stage)
+            update_report = self._updater.update(batch, targets, watch.stage)
         with watch.stage("sync"):
             if self._averaged is not None and self.version > version:
                 self._averaged.advance()
             self.num_steps += 1  # the batch is trained: a checkpoint of this moment is whole
             sync_metrics = self.push_weights()
-        trained_N = logprobs.old.by_trainer(updated.logp_N)
+        trained_N = logprobs.old.by_trainer(update_report.logp_N)
         if logprobs.repacked_N is not None:
             self.noise_floor = {**self.noise_floor, **noise_floor(trained_N, logprobs.repacked_N)}
         if self._is_quantized and QUANTIZATION_K3 not in self.noise_floor and (batch.versions_N == version).all():
             self.noise_floor = {**self.noise_floor, **quantization_cost(trained_N, batch.sampling_logprobs_N)}
-        measured = correction.measured(batch, trained_N)
-        stages = [{BATCH: float(self.num_steps)}, updated.metrics, sync_metrics]
+        correction_result = correction.measured(batch, trained_N)
+        stages = [{BATCH: float(self.num_steps)}, update_report.metrics, sync_metrics]
         stages += [part.measured for part in (self._teacher, self._averaged) if part is not None]
-        num_tokens = sum(rows.layout.num_tokens for rows in updated.given.values())
+        num_tokens = sum(rows.layout.num_tokens for rows in update_report.given.values())
         if self._rollouts is not None:
             num_tokens = batch.layout.num_tokens
             stages.append({"rollout/engine_restarts": float(self._recovery.num_restarts if self._recovery else 0)})
             stages.append(credit_metrics)
             stages.append(
                 trained_rollout_metrics(
-                    collected=collected,
+                    collected=collection,
                     batch=batch,
                     logprobs=logprobs,
                     trained_N=trained_N,
-                    correction=measured,
+                    correction=correction_result,
                     version=version,
                     noise_floor=self.noise_floor,
                     settings=self._config.correction,
@@ -144,12 +144,12 @@ class Trainer:
         return StepReport(
             update=self.version,
             metrics=step_metrics(stages, watch, num_tokens),
-            rollouts=collected.rollouts,
+            rollouts=collection.rollouts,
             batch=batch,
-            given=updated.given,
+            given=update_report.given,
             logp_train_N=trained_N,
             advantages_N=targets.advantages_N,
-            weights_N=measured.weights_T,
+            weights_N=correction_result.weights_T,
         )
 
     def push_weights(self) -> Mapping[str, float]:
@@ -239,6 +239,6 @@ class Trainer:
             return rollout_targets(batch, logprobs, correction, self._config.algorithm)
         from lockstep.trainer.credit.critic_credit import critic_targets  # other runs do not load it
 
-        assigned = critic_targets(batch, logprobs, correction, self._config.algorithm, kl_coef=self.kl_coef)
-        self.kl_coef = assigned.next_kl_coef
-        return assigned.targets, assigned.metrics
+        credit = critic_targets(batch, logprobs, correction, self._config.algorithm, kl_coef=self.kl_coef)
+        self.kl_coef = credit.next_kl_coef
+        return credit.targets, credit.metrics

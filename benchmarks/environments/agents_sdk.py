@@ -22,7 +22,7 @@ async def play(base_url: str, api_key: str, example: dict[str, Any]) -> dict[str
         agent = agents.Agent(name="calculator", tools=[calculator], model=model)
         config = agents.RunConfig(tracing_disabled=True)
         try:
-            done = await agents.Runner.run(agent, example["question"], max_turns=3, run_config=config)
+            result = await agents.Runner.run(agent, example["question"], max_turns=3, run_config=config)
         except agents.exceptions.AgentsException:  # no answer in three turns, or a call that the SDK refuses
             return {"unfinished": 1}
-    return {"turns": len(done.raw_responses)}
+    return {"turns": len(result.raw_responses)}

@@ -25,10 +25,10 @@ class Lake:
         digits = re.findall(r"\d", message["content"])
         if not digits:
             return Step(done=True, outcome={"invalid": 1})
-        place, reward, ended, cut, _ = self.env.step(int(digits[-1]) % 4)
-        seen = {"role": "user", "content": f"compute {place}"}
-        over = ended or cut
-        return Step(messages=() if over else (seen,), done=over, outcome={"environment_reward": reward})
+        place, reward, terminated, cut, _ = self.env.step(int(digits[-1]) % 4)
+        observation = {"role": "user", "content": f"compute {place}"}
+        over = terminated or cut
+        return Step(messages=() if over else (observation,), done=over, outcome={"environment_reward": reward})
 
     async def conclude(self):
         return {"environment_reward": 0.0}

@@ -23,5 +23,5 @@ async def play(base_url: str, api_key: str, example: dict[str, Any]) -> dict[str
     graph.add_edge(START, "model")
     graph.add_conditional_edges("model", tools_condition)
     graph.add_edge("tools", "model")
-    done = await graph.compile().ainvoke({"messages": [("user", example["question"])]})
-    return {"messages": len(done["messages"])}
+    result = await graph.compile().ainvoke({"messages": [("user", example["question"])]})
+    return {"messages": len(result["messages"])}

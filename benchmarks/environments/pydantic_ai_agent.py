@@ -23,7 +23,7 @@ async def play(base_url: str, api_key: str, example: dict[str, Any]) -> dict[str
     model = OpenAIChatModel("policy", provider=OpenAIProvider(base_url=base_url, api_key=api_key))
     agent = pydantic_ai.Agent(model, tools=[calculator])
     try:
-        done = await agent.run(example["question"], usage_limits=pydantic_ai.UsageLimits(request_limit=3))
+        result = await agent.run(example["question"], usage_limits=pydantic_ai.UsageLimits(request_limit=3))
     except pydantic_ai.exceptions.AgentRunError:  # no answer in three requests, or a second call that does not fit
         return {"unfinished": 1}
-    return {"requests": done.usage.requests}
+    return {"requests": result.usage.requests}

@@ -34,6 +34,6 @@ def play(base_url: str, api_key: str, example: dict[str, Any]) -> dict[str, floa
     model = smolagents.OpenAIModel("policy", api_base=base_url, api_key=api_key)
     agent = BareAgent([calculator], model, max_steps=2, verbosity_level=smolagents.LogLevel.OFF)
     del agent.tools["final_answer"]  # the model has never seen it, nor does it answer by a call
-    done = agent.run(example["question"], return_full_result=True)
+    result = agent.run(example["question"], return_full_result=True)
     # An answer without a call is an error to the framework, so what the calculator returned is rewarded.
-    return {"environment_reward": float(any(step.get("observations") == example["answer"] for step in done.steps))}
+    return {"environment_reward": float(any(step.get("observations") == example["answer"] for step in result.steps))}

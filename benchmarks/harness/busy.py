@@ -25,14 +25,14 @@ while os.getppid() == parent:
 def busy_cores(cores: Sequence[int]) -> Iterator[None]:
     """Keep these cores busy, one process for each entry, and end the processes on every way out."""
     with contextlib.ExitStack() as stack:
-        started = []
+        processes = []
         for core in cores:
             process = subprocess.Popen(
                 [sys.executable, "-S", "-c", SPIN, str(core), str(os.getpid())], stdout=subprocess.PIPE
             )
             stack.callback(_end, process)
-            started.append(process)
-        for process in started:
+            processes.append(process)
+        for process in processes:
             assert process.stdout is not None
             process.stdout.readline()
         yield

@@ -49,7 +49,7 @@ def make_long_winded_model(task: str, base: Path, path: Path, console: Console) 
             except StopIteration:
                 return
 
-    long_winded = replace(demo, play=play)
+    long_winded_task = replace(demo, play=play)
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -57,8 +57,8 @@ def make_long_winded_model(task: str, base: Path, path: Path, console: Console) 
     model.train()
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / STEPS)
-        rows = draw_unique(long_winded.draw, rng, BATCH, heldout=False)
-        episodes = demonstrate(long_winded, rows, tokenizer, rng, noisy=True)
+        rows = draw_unique(long_winded_task.draw, rng, BATCH, heldout=False)
+        episodes = demonstrate(long_winded_task, rows, tokenizer, rng, noisy=True)
         loss = imitation_loss(model, [tokenize(episode, tokenizer) for episode in episodes])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -101,9 +101,9 @@ def interleaved(
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, work in sides.items():
-            started = clock()
+            start = clock()
             work()
-            seconds[name].append(clock() - started)
+            seconds[name].append(clock() - start)
     return seconds
 
 

@@ -31,12 +31,12 @@ def make_rollouts(
     of_groups = [rng.integers(3, vocab, prompt or 0) for _ in range(-(-rows // group))]
 
     def one(index: int, length: int) -> Rollout:
-        sampled = length if prompt else length - length // 2
+        num_sampled = length if prompt else length - length // 2
         prompt_ids = of_groups[index // group] if prompt else rng.integers(3, vocab, length // 2)
         call = EngineCall(
             prompt_ids=tuple(prompt_ids.tolist()),
-            sampled_ids=tuple(rng.integers(3, vocab, sampled).tolist()),
-            sampled_logprobs=(-float(np.log(vocab)),) * sampled,
+            sampled_ids=tuple(rng.integers(3, vocab, num_sampled).tolist()),
+            sampled_logprobs=(-float(np.log(vocab)),) * num_sampled,
             finish_reason=FinishReason.STOP,
         )
         return Rollout(rollout_id=index, group_id=index // group, calls=(call,), reward=float(index % 2))

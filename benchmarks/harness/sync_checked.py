@@ -38,9 +38,9 @@ def median_s(act: Callable[[], object], repeats: int) -> float:
     seconds = []
     for _ in range(repeats):
         dist.barrier()
-        started = time.perf_counter()
+        start = time.perf_counter()
         act()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
 
@@ -65,15 +65,15 @@ def main() -> None:
                 )
             ]
         settings = {"stage": 3, "stage3_param_persistence_threshold": 0}
-        trained, *_ = deepspeed.initialize(
+        trainer, *_ = deepspeed.initialize(
             model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings}
         )
 
         def score(ids: list[int]) -> list[float]:
-            logprobs = torch.log_softmax(trained(torch.tensor([ids])).logits[0, :-1].float(), dim=-1)
+            logprobs = torch.log_softmax(trainer(torch.tensor([ids])).logits[0, :-1].float(), dim=-1)
             return logprobs.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
 
-        sync = WeightSync(module=trained, engines=engines, score_canary=score)
+        sync = WeightSync(module=trainer, engines=engines, score_canary=score)
         versions = iter(range(1, 1000))
         reports = [sync.push(next(versions))]  # the first one allocates and connects
         sync_s = median_s(lambda: reports.append(sync.push(next(versions))), args.repeats)
@@ -87,18 +87,18 @@ def main() -> None:
 
         checksums_s = median_s(checksums, args.repeats)
         if is_main:
-            asked = [time.perf_counter(), loop.run(engines[0].weight_version()), time.perf_counter()]
-            timed = reports[1:]
+            stamps = [time.perf_counter(), loop.run(engines[0].weight_version()), time.perf_counter()]
+            timed_reports = reports[1:]
             result = {
-                "MB": timed[0].bytes / 1e6,
+                "MB": timed_reports[0].bytes / 1e6,
                 "sync s": sync_s,
-                "gather s": statistics.median(report.gather_s for report in timed),
-                "transfer and load s": statistics.median(report.transfer_s for report in timed),
-                "pause s": statistics.median(report.pause_s for report in timed),
-                "versions s": asked[2] - asked[0],
+                "gather s": statistics.median(report.gather_s for report in timed_reports),
+                "transfer and load s": statistics.median(report.transfer_s for report in timed_reports),
+                "pause s": statistics.median(report.pause_s for report in timed_reports),
+                "versions s": stamps[2] - stamps[0],
                 "canary s": canary_s,
                 "checksums s": checksums_s,
-                "canary diff": max(report.canary_abs_diff for report in timed),
+                "canary diff": max(report.canary_abs_diff for report in timed_reports),
             }
             print(json.dumps(result), flush=True)
         dist.barrier()

@@ -54,13 +54,13 @@ class Sync:
         self._is_sender = dist.get_rank() == 0
         self.receiver = Receiver() if self._is_sender else None
         rank, store = dist.get_rank(), listen(LOOPBACK, TIMEOUT_S) if self._is_sender else None
-        met = [
+        receivers = [
             Receivers(rank=0, address=LOOPBACK, port=store.port, num_workers=1, senders=source.senders)
             if store is not None
             else None
         ]
-        dist.broadcast_object_list(met)
-        info = GlooTrainerInitInfo(rank=rank, sender=rank, store=store, receivers=met, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+        dist.broadcast_object_list(receivers)
+        info = GlooTrainerInitInfo(rank=rank, sender=rank, store=store, receivers=receivers, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
         self._transport = GlooTrainerWeightTransferEngine.trainer_init(
             info,
             client=self.receiver,  # type: ignore[arg-type]  # rank 1 calls nothing
@@ -130,10 +130,10 @@ def cost(side: Callable[[], None], receiver: Receiver | None) -> Cost:
     ctypes.CDLL(None).malloc_trim(0)  # return memory that earlier sides have freed
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     dist.barrier()
-    before, cpu_before, started = resident("VmRSS"), cpu_s(), time.perf_counter()
+    before, cpu_before, start = resident("VmRSS"), cpu_s(), time.perf_counter()
     side()
     dist.barrier()
-    return Cost(time.perf_counter() - started, cpu_s() - cpu_before, resident("VmHWM") - before)
+    return Cost(time.perf_counter() - start, cpu_s() - cpu_before, resident("VmHWM") - before)
 
 
 def resident(which: str) -> int:
@@ -159,21 +159,21 @@ def main() -> None:
         model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": settings}
     )
     sync = Sync(engine.module, dtype=getattr(torch, args.dtype), bucket_bytes=int(args.bucket_mib * 2**20))
-    found: dict[str, list[Cost]] = {side: [] for side in SIDES}
+    costs_by_side: dict[str, list[Cost]] = {side: [] for side in SIDES}
     for repeat in range(args.repeats + 1):
-        for side, costs in found.items():
+        for side, costs in costs_by_side.items():
             one = cost(getattr(sync, side), sync.receiver)
             if repeat:  # the first one allocates buffers of the libraries
                 costs.append(one)
     both: list[Any] = [None, None]
-    dist.all_gather_object(both, found)
+    dist.all_gather_object(both, costs_by_side)
     if sync.receiver is not None:
         sync.receiver.close()
         result = {
             "parameters": parameters,
             "bytes": sum(nbytes(metas) for metas in sync.buckets),
             "largest_bucket": max(map(nbytes, sync.buckets)),
-            "seconds": {side: statistics.median(c.wall_s for c in found[side]) for side in SIDES},
+            "seconds": {side: statistics.median(c.wall_s for c in costs_by_side[side]) for side in SIDES},
             "cpu_seconds": {
                 side: sum(statistics.median(c.cpu_s for c in rank[side]) for rank in both) for side in SIDES
             },

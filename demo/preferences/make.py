@@ -72,8 +72,8 @@ def make_preferences(
     for part, (num_queries, num_comparisons) in sizes.items():
         rng = random.Random(f"{seed}-{part}")
         queries = draw_queries(rng, num_queries + num_comparisons, recipe.query_length)
-        prompts, compared = queries[:num_queries], queries[num_queries:]
-        comparisons = compare(model, tokenizer, compared, task, recipe, seed=rng.randrange(2**31))
+        prompts, pair_queries = queries[:num_queries], queries[num_queries:]
+        comparisons = compare(model, tokenizer, pair_queries, task, recipe, seed=rng.randrange(2**31))
         _write(data_dir / f"{part or 'train'}.jsonl", [{"prompt": " ".join(words)} for words in prompts])
         _write(data_dir / ("comparisons_heldout.jsonl" if part else "comparisons.jsonl"), comparisons)
 
@@ -132,12 +132,12 @@ def compare(
     """Compare samples of the pretrained model, labeled by a noisy judge. Responses are cut at the stop."""
     count = recipe.responses_per_query
     vocabulary = tokenizer.get_vocab()
-    repeated = [[vocabulary[word] for word in words] for words in queries for _ in range(count)]
-    sampled = sample_responses(
-        model, repeated, length=recipe.response_length, temperature=recipe.temperature, seed=seed
+    query_ids = [[vocabulary[word] for word in words] for words in queries for _ in range(count)]
+    response_ids = sample_responses(
+        model, query_ids, length=recipe.response_length, temperature=recipe.temperature, seed=seed
     )
     words_of = {index: word for word, index in vocabulary.items()}
-    cut = [cut_at_stop([words_of[index] for index in ids], recipe.stop_after) for ids in sampled]
+    cut = [cut_at_stop([words_of[index] for index in ids], recipe.stop_after) for ids in response_ids]
     noise = random.Random(seed)
     judge = JUDGES[task]
 

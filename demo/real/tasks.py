@@ -55,8 +55,8 @@ def make_data(task: str, folder: Path, *, seed: int = 0) -> bool:
     """
     paths = {name: folder / name for name in ("train.jsonl", "heldout.jsonl")}
     recipe = folder / "recipe.json"
-    wanted = json.dumps(_recipe(TASKS[task], seed), indent=2) + "\n"
-    if recipe.is_file() and recipe.read_text(encoding="utf-8") == wanted and all(map(Path.is_file, paths.values())):
+    text = json.dumps(_recipe(TASKS[task], seed), indent=2) + "\n"
+    if recipe.is_file() and recipe.read_text(encoding="utf-8") == text and all(map(Path.is_file, paths.values())):
         return False
     files = make_rows(TASKS[task], seed=seed)
     try:
@@ -64,7 +64,7 @@ def make_data(task: str, folder: Path, *, seed: int = 0) -> bool:
         recipe.unlink(missing_ok=True)
         for name, rows in files.items():
             _write_atomically(paths[name], "".join(json.dumps(row) + "\n" for row in rows))
-        _write_atomically(recipe, wanted)  # last: files without it are written again
+        _write_atomically(recipe, text)  # last: files without it are written again
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}") from error
     return True
@@ -86,18 +86,18 @@ def make_rows(
             break
         turns = [{"role": "user", "content": question}, *(task.play or _say)(question, answer)]
         examples.setdefault(answer, (question, turns))
-    asked = {question for question, _ in examples.values()}
-    shown = [message for _, turns in examples.values() for message in turns]
+    example_questions = {question for question, _ in examples.values()}
+    prefix = [message for _, turns in examples.values() for message in turns]
     for question, answer in _questions(task, seed):
-        if question in asked:
+        if question in example_questions:
             continue
         name = "heldout.jsonl" if is_heldout(question) else "train.jsonl"
         if len(files[name]) < counts[name]:
-            files[name].append({"messages": [*shown, {"role": "user", "content": question}], "answer": answer})
+            files[name].append({"messages": [*prefix, {"role": "user", "content": question}], "answer": answer})
         if all(len(files[name]) == count for name, count in counts.items()):
             return files
-    found = ", ".join(f"{len(rows)} of {counts[name]} rows for {name}" for name, rows in files.items())
-    raise ConfigError(f"task {task.name} has too few different questions: {found} in {MAX_ROUNDS * DRAWS} draws")
+    summary = ", ".join(f"{len(rows)} of {counts[name]} rows for {name}" for name, rows in files.items())
+    raise ConfigError(f"task {task.name} has too few different questions: {summary} in {MAX_ROUNDS * DRAWS} draws")
 
 
 def _questions(task: RealTask, seed: int) -> Iterator[tuple[str, str]]:

@@ -100,14 +100,14 @@ async def run_agent_episode(
     session = gateway.open_session(sampling=sampling, seed=seed, max_requests=max_turns)
     try:
         async with slots[type(environment)]:
-            started = time.perf_counter()
-            finished = await _run(environment, gateway.url_of(session), session.key, dict(example))
+            start = time.perf_counter()
+            result = await _run(environment, gateway.url_of(session), session.key, dict(example))
     finally:
         gateway.close_session(session)
     limit = _LIMITS.get(session.refusal or "")
     calls = session.calls
-    status, error = ending("the agent", error=finished.error, failure=session.failure, limit=limit, calls=calls)
-    if status is RolloutStatus.FAILED and error and _met_another_loop(finished.error):
+    status, error = ending("the agent", error=result.error, failure=session.failure, limit=limit, calls=calls)
+    if status is RolloutStatus.FAILED and error and _met_another_loop(result.error):
         error = (
             f"{error} (it used a client of another episode's event loop: make clients inside the agent, or set "
             "environment.settings.shared_loop=true)"
@@ -116,7 +116,7 @@ async def run_agent_episode(
         status, error = RolloutStatus.FAILED, "the agent made no request; it must call the base_url that it is given"
     outcome: dict[str, Any] = {}
     try:
-        outcome = {} if finished.value is None else read_facts(finished.value)
+        outcome = {} if result.value is None else read_facts(result.value)
     except ValueError as problem:
         status, error = RolloutStatus.FAILED, f"the agent returned {problem}"
     return Rollout(
@@ -129,7 +129,7 @@ async def run_agent_episode(
         status=status,
         outcome={**outcome, **session.facts},
         error=error,
-        duration_s=time.perf_counter() - started,
+        duration_s=time.perf_counter() - start,
     )
 
 
@@ -160,10 +160,10 @@ def _in_own_loop(agent: Callable[..., Any], timeout_s: float) -> Callable[..., A
 
 def _met_another_loop(error: BaseException | None) -> bool:
     """Return True if the error, or one that led to it, is asyncio's about an object of another event loop."""
-    met: set[BaseException] = set()
-    while error is not None and error not in met:
+    errors: set[BaseException] = set()
+    while error is not None and error not in errors:
         if isinstance(error, RuntimeError) and _OTHER_LOOP.search(str(error)):
             return True
-        met.add(error)
+        errors.add(error)
         error = error.__cause__ or error.__context__
     return False

@@ -103,14 +103,14 @@ class GymnasiumEnvironment:
         if action not in self._actions:
             text = f"That is not an action. Answer with one of: {', '.join(self._actions)}."
             return Step(messages=({"role": "user", "content": text},), outcome={"invalid_actions": 1})
-        observation, reward, ended, cut, _ = await self._call(
+        observation, reward, terminated, cut, _ = await self._call(
             functools.partial(self._game.step, self._actions.index(action))
         )
         try:
             outcome = {"environment_reward": read_number(reward), "moves": 1}
         except ValueError as error:
             raise EnvironmentFault(f"gymnasium: the reward of a step: {error}") from error
-        self._is_over = bool(ended or cut)
+        self._is_over = bool(terminated or cut)
         if self._is_over:
             return Step(done=True, outcome={**outcome, "finished": 1})
         return Step(messages=({"role": "user", "content": await self._text_of(observation)},), outcome=outcome)
@@ -125,15 +125,15 @@ class GymnasiumEnvironment:
 
     async def _text_of(self, observation: Any) -> str:
         """Return the environment as text: rendered, or its observation."""
-        rendered = await self._call(self._game.render) if self._game.render_mode == "ansi" else None
-        return str(observation if rendered is None else rendered).encode("utf-8", "replace").decode("utf-8")
+        rendering = await self._call(self._game.render) if self._game.render_mode == "ansi" else None
+        return str(observation if rendering is None else rendering).encode("utf-8", "replace").decode("utf-8")
 
     async def _call(self, function: Callable[[], Any]) -> Any:
-        finished = await call_with_deadline(function, timeout_s=self._timeout_s)
-        if finished.error is not None:
-            error = finished.error
+        result = await call_with_deadline(function, timeout_s=self._timeout_s)
+        if result.error is not None:
+            error = result.error
             raise EnvironmentFault(f"gymnasium: {type(error).__name__}: {error_text(error)}") from error
-        return finished.value
+        return result.value
 
 
 def _make(env_id: str, settings: Mapping[str, Any]) -> Any:

@@ -73,8 +73,8 @@ class McpEnvironment:
 
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
         """Return the row's prompt. Raises `ConfigError` if a server cannot be used, or two have a tool of one name."""
-        listed = await asyncio.gather(*(server.schemas() for server in self._servers))
-        names = Counter(schema["function"]["name"] for schemas in listed for schema in schemas)
+        schema_lists = await asyncio.gather(*(server.schemas() for server in self._servers))
+        names = Counter(schema["function"]["name"] for schemas in schema_lists for schema in schemas)
         name, count = names.most_common(1)[0]
         if count > 1:
             raise ConfigError(
@@ -83,7 +83,7 @@ class McpEnvironment:
             )
         ready = [
             ReadyTool(schema=schema, call=partial(_call, server, schema["function"]["name"], schema_text(schema)))
-            for server, schemas in zip(self._servers, listed, strict=True)
+            for server, schemas in zip(self._servers, schema_lists, strict=True)
             for schema in schemas
         ]
         self._toolbox = self._make_toolbox(ready=ready)

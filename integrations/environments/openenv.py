@@ -105,8 +105,8 @@ class OpenEnvironment:
         with uncounted():
             await slot.acquire()
         self._slot = slot
-        wanted = {name: example[name] for name in self._reset_columns if example.get(name) is not None}
-        result = await self._open(wanted)
+        arguments = {name: example[name] for name in self._reset_columns if example.get(name) is not None}
+        result = await self._open(arguments)
         text = "" if self._has_tools else self._text(result)
         if self._has_tools:
             try:
@@ -212,8 +212,8 @@ class OpenEnvironment:
         observation = result["observation"]
         if self._observation_field is not None:
             if self._observation_field not in observation:
-                known = (self._url, self._observation_field) in _known_fields
-                raise (EnvironmentFault if known else ConfigError)(
+                is_known = (self._url, self._observation_field) in _known_fields
+                raise (EnvironmentFault if is_known else ConfigError)(
                     f"environment openenv: the observation has no field {self._observation_field}; it has "
                     f"{', '.join(observation) or 'none'}; set environment.settings.observation_field"
                 )
@@ -262,12 +262,12 @@ def _checked(text: str, *, asked: str) -> Mapping[str, Any]:
         answer = read_json(text, is_finite=False)
         kind, data = answer["type"], answer["data"]
         if kind == "error":
-            code, said = data.get("code"), str(data.get("message", "no message"))
+            code, message = data.get("code"), str(data.get("message", "no message"))
             if code == "VALIDATION_ERROR":
-                raise _Refused(f"{said}: {_problems(data)}")
+                raise _Refused(f"{message}: {_problems(data)}")
             if code == "CAPACITY_REACHED" and asked == "reset":
-                raise _Full(said)
-            raise EnvironmentFault(f"openenv: the environment failed ({code}: {said})")
+                raise _Full(message)
+            raise EnvironmentFault(f"openenv: the environment failed ({code}: {message})")
         if kind != "observation" or not isinstance(data["observation"], dict) or not isinstance(data["done"], bool):
             raise TypeError("it is not an observation")
         return data
@@ -281,13 +281,13 @@ def _checked(text: str, *, asked: str) -> Mapping[str, Any]:
 def _problems(data: Mapping[str, Any]) -> str:
     """Return what pydantic says about an action, without the links to its manual."""
     errors = data.get("errors")
-    found = errors if isinstance(errors, list) else []
-    said = [
+    entries = errors if isinstance(errors, list) else []
+    problems = [
         f"{'.'.join(map(str, error.get('loc') or ()))} {error.get('msg')}"
-        for error in found
+        for error in entries
         if isinstance(error, Mapping)
     ]
-    return "; ".join(said[:5])[:500] or "no details"
+    return "; ".join(problems[:5])[:500] or "no details"
 
 
 def _reward(result: Mapping[str, Any]) -> dict[str, float]:
@@ -303,11 +303,11 @@ def _reward(result: Mapping[str, Any]) -> dict[str, float]:
 
 async def _tools(result: Mapping[str, Any]) -> Tools:
     try:
-        found = result["observation"]["tools"]
-        listed = [(tool["name"], tool.get("description"), tool["input_schema"]) for tool in found]
+        tools = result["observation"]["tools"]
+        specs = [(tool["name"], tool.get("description"), tool["input_schema"]) for tool in tools]
     except (KeyError, TypeError, AttributeError) as error:
         raise EnvironmentFault(f"openenv: the server lists no tools ({type(error).__name__}: {error})") from error
-    return await read_tools(listed)
+    return await read_tools(specs)
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:

@@ -130,12 +130,12 @@ class SandboxEnvironment(ToolEnvironment):
                 raise self._fault
             try:
                 sandbox = await self._opened()
-                started = time.monotonic()
+                start = time.monotonic()
                 result = await sandbox.run(language, text, timeout_s=timeout_s)
             except SandboxError as error:
                 self._fault = error
                 raise
-            self._left_s -= time.monotonic() - started
+            self._left_s -= time.monotonic() - start
             self._facts["programs_failed"] += result.status != 0
             self._facts["programs_timed_out"] += result.ended is Ended.TIMEOUT
             return result_text(result, timeout_s)

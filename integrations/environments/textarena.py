@@ -143,12 +143,12 @@ class TextArenaEnvironment:
         while not (done := view["is_done"]) and view["player"] != self._seat:
             if self._opponent is None:
                 raise EnvironmentFault(f"textarena: player {view['player']} is to move, in a game of one player")
-            finished = await call_with_deadline(partial(self._opponent, view["text"]), timeout_s=self._timeout_s)
-            if finished.error is not None:
+            result = await call_with_deadline(partial(self._opponent, view["text"]), timeout_s=self._timeout_s)
+            if result.error is not None:
                 raise EnvironmentFault(
-                    f"textarena: the opponent raised {type(finished.error).__name__}: {error_text(finished.error)}"
+                    f"textarena: the opponent raised {type(result.error).__name__}: {error_text(result.error)}"
                 )
-            view = await self._ask("act", text=str(finished.value))
+            view = await self._ask("act", text=str(result.value))
         self._is_done = bool(done)
         return view
 

@@ -93,23 +93,23 @@ class TRLEnvironment(ToolEnvironment):
         get_reward = _methods(self._instance).get("get_reward")
         if get_reward is None:
             return {}
-        finished = await call_with_deadline(get_reward, timeout_s=self._timeout_s)
+        result = await call_with_deadline(get_reward, timeout_s=self._timeout_s)
         # Reported by the reward function, which then finds no reward.
-        if finished.error is not None:
-            return {"environment_error": f"get_reward: {type(finished.error).__name__}: {error_text(finished.error)}"}
+        if result.error is not None:
+            return {"environment_error": f"get_reward: {type(result.error).__name__}: {error_text(result.error)}"}
         try:
-            return {"environment_reward": read_number(finished.value)}
+            return {"environment_reward": read_number(result.value)}
         except ValueError as error:
             return {"environment_error": f"get_reward returned no reward: {error}"}
 
     async def _call(self, function: Callable[..., Any], name: str) -> Any:
-        finished = await call_with_deadline(function, timeout_s=self._timeout_s)
-        if isinstance(finished.error, DeadlineExceeded):
-            late = f"trl: {name} gave {finished.error}; raise environment.settings.tool_timeout_s"
+        result = await call_with_deadline(function, timeout_s=self._timeout_s)
+        if isinstance(result.error, DeadlineExceeded):
+            late = f"trl: {name} gave {result.error}; raise environment.settings.tool_timeout_s"
             raise EnvironmentFault(late) from None
-        if finished.error is not None:
-            raise finished.error
-        return finished.value
+        if result.error is not None:
+            raise result.error
+        return result.value
 
     def _opening(self, example: Mapping[str, Any], observation: Any) -> Sequence[Message]:
         *first, last = self.read_row(example)

@@ -206,19 +206,19 @@ async def run_trl_episode(
     trainer = Trainer(record, tokenizer, sampling, seed=seed)
     try:
         async with slots[type(environment)]:
-            started = time.perf_counter()
-            finished = await call_with_deadline(
+            start = time.perf_counter()
+            result = await call_with_deadline(
                 environment.function, [copy.deepcopy(prompt)], trainer, timeout_s=environment.timeout_s
             )
     finally:
         record.close()
     calls = tuple(record.calls)
-    limit = next((status for kind, status in _LIMITS.items() if isinstance(finished.error, kind)), None)
-    status, error = ending("rollout_func", error=finished.error, failure=record.failure, limit=limit, calls=calls)
+    limit = next((status for kind, status in _LIMITS.items() if isinstance(result.error, kind)), None)
+    status, error = ending("rollout_func", error=result.error, failure=record.failure, limit=limit, calls=calls)
     outcome: Mapping[str, Any] = {}
-    if finished.error is None and status is not RolloutStatus.FAILED:
+    if result.error is None and status is not RolloutStatus.FAILED:
         try:
-            output = _checked_form(finished.value)
+            output = _checked_form(result.value)
             outcome = read_facts({name: _first(value) for name, value in output.items() if name not in _NOT_FACTS})
             check_against_record(output, trainer.calls)
         except Exception as mismatch:  # an EvidenceError, or of values of the function's own classes
@@ -233,7 +233,7 @@ async def run_trl_episode(
         status=status,
         outcome=outcome,
         error=error,
-        duration_s=time.perf_counter() - started,
+        duration_s=time.perf_counter() - start,
     )
 
 
@@ -256,8 +256,8 @@ def check_against_record(output: Mapping[str, Any], calls: Sequence[EngineCall])
     if len(mask) != len(completion):
         raise EvidenceError(f"rollout_func returned {len(completion)} completion_ids, but an env_mask of {len(mask)}")
     sampled_at = [position for position, is_sampled in enumerate(mask) if is_sampled]
-    recorded = list(chain.from_iterable(call.sampled_ids for call in calls))
-    _refuse_difference("completion_ids", [completion[position] for position in sampled_at], recorded)
+    recorded_ids = list(chain.from_iterable(call.sampled_ids for call in calls))
+    _refuse_difference("completion_ids", [completion[position] for position in sampled_at], recorded_ids)
     prompts = list(chain.from_iterable(call.prompt_ids for call in calls))
     if is_masked or prompt != prompts:
         _refuse_difference("prompt_ids", prompt, list(calls[0].prompt_ids))
@@ -278,12 +278,14 @@ def _check_logprobs(logprobs: Any, sampled_at: Sequence[int], num_ids: int, call
         raise EvidenceError(f"rollout_func returned logprobs that are not a list ({error})") from error
     if len(logprobs) != num_ids:
         raise EvidenceError(f"rollout_func returned {num_ids} completion_ids, but {len(logprobs)} logprobs")
-    for position, recorded in zip(sampled_at, chain.from_iterable(c.sampled_logprobs for c in calls), strict=True):
-        found = logprobs[position]
-        if not isinstance(found, SupportsFloat) or not abs(float(found) - recorded) <= LOGPROB_TOLERANCE:
+    for position, engine_logprob in zip(
+        sampled_at, chain.from_iterable(c.sampled_logprobs for c in calls), strict=True
+    ):
+        logprob = logprobs[position]
+        if not isinstance(logprob, SupportsFloat) or not abs(float(logprob) - engine_logprob) <= LOGPROB_TOLERANCE:
             raise EvidenceError(
-                f"rollout_func returned logprob {found} for token {position} of completion_ids, the engine recorded "
-                f"{recorded}; return the logprobs of trainer.generate"
+                f"rollout_func returned logprob {logprob} for token {position} of completion_ids, the engine recorded "
+                f"{engine_logprob}; return the logprobs of trainer.generate"
             )
 
 
@@ -307,16 +309,16 @@ def _integers(output: Mapping[str, Any], name: str) -> list[int]:
 
 def _checked_form(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or any(name not in value for name in REQUIRED):
-        found = f"keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__
-        raise EvidenceError(f"rollout_func returned {found}; expected a dictionary with {', '.join(REQUIRED)}")
+        form = f"keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__
+        raise EvidenceError(f"rollout_func returned {form}; expected a dictionary with {', '.join(REQUIRED)}")
     for name in (*REQUIRED, "env_mask"):
         items = value.get(name)
         if items is None and name in ("logprobs", "env_mask"):
             continue
         if not isinstance(items, list | tuple) or len(items) != 1:
-            found = f"{len(items)} items" if isinstance(items, list | tuple) else type(items).__name__
+            form = f"{len(items)} items" if isinstance(items, list | tuple) else type(items).__name__
             raise EvidenceError(
-                f"rollout_func returned {found} as {name}; expected a list with one item: it is called with one prompt "
+                f"rollout_func returned {form} as {name}; expected a list with one item: it is called with one prompt "
                 "and trainer.num_generations=1"
             )
     return value

@@ -33,17 +33,17 @@ class VerifiersTasks:
 
     async def play(self, base_url: str, api_key: str, example: Mapping[str, Any]) -> Mapping[str, Any]:
         """Play the task of a row as an agent of the gateway. Raises `EnvironmentFault`, `DataError`."""
-        played = await host(self._python, PROGRAM).ask(
+        answer = await host(self._python, PROGRAM).ask(
             "play",
             timeout_s=self._timeout_s + MARGIN_S,
             **{"env_id": self._env_id, "args": self._args, "index": position(example)},
             **{"base_url": base_url, "api_key": api_key, "limit_s": self._timeout_s},
         )
         try:
-            metrics = {f"verifiers_{name}": read_number(value) for name, value in played["metrics"].items()}
-            return {"environment_reward": read_number(played["reward"]), **metrics}
+            metrics = {f"verifiers_{name}": read_number(value) for name, value in answer["metrics"].items()}
+            return {"environment_reward": read_number(answer["reward"]), **metrics}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise EnvironmentFault(f"verifiers: the host answered {played!r:.120}") from error
+            raise EnvironmentFault(f"verifiers: the host answered {answer!r:.120}") from error
 
 
 def position(example: Mapping[str, Any]) -> int:
@@ -61,13 +61,13 @@ def position(example: Mapping[str, Any]) -> int:
 def _check(python: str, env_id: str, args: str) -> None:
     """Load the environment once in this process. Blocks meanwhile; `host` has its own threads."""
     loop = BackgroundLoop()
-    asked = host(python, PROGRAM).ask("check", timeout_s=LOAD_TIMEOUT_S, env_id=env_id, args=json.loads(args))
+    request = host(python, PROGRAM).ask("check", timeout_s=LOAD_TIMEOUT_S, env_id=env_id, args=json.loads(args))
     try:
-        loop.run(asked, timeout=LOAD_TIMEOUT_S + MARGIN_S)
+        loop.run(request, timeout=LOAD_TIMEOUT_S + MARGIN_S)
     except (ConfigError, EnvironmentFault) as error:
-        said = str(error).rstrip(".")
+        problem = str(error).rstrip(".")
         raise ConfigError(
-            f"environment verifiers in {python}: {said}; set environment.settings.python=<an interpreter with "
+            f"environment verifiers in {python}: {problem}; set environment.settings.python=<an interpreter with "
             "verifiers 0.4 and the environment's package>, and environment.settings.env_id and args to what it has"
         ) from error
     finally:

@@ -135,11 +135,11 @@ def cut_at_stop(call: EngineCall, stops: Sequence[str], decode: Decode) -> tuple
     the distribution and the logprobs of a call that stopped there.
     """
     text = decode(call.sampled_ids)
-    found = [stop for stop in stops if stop in text]
-    if not found:
+    matches = [stop for stop in stops if stop in text]
+    if not matches:
         return call, None
-    ends = {stop: _length_at(call, lambda ids, stop=stop: stop in decode(ids)) for stop in found}
-    first = min(found, key=lambda stop: (ends[stop], text.index(stop)))
+    ends = {stop: _length_at(call, lambda ids, stop=stop: stop in decode(ids)) for stop in matches}
+    first = min(matches, key=lambda stop: (ends[stop], text.index(stop)))
     return _first_tokens(call, ends[first]), first
 
 

@@ -36,12 +36,12 @@ class Prefix:
 
         Null fields, empty reasoning, the spacing of JSON arguments and 1.0 for 1 in them make no difference.
         """
-        shown = _shown_characters(message)
-        self.num_characters: int = shown + (
+        num_visible = _shown_characters(message)
+        self.num_characters: int = num_visible + (
             num_characters(json.dumps(tools)) if parent is None else parent.num_characters
         )
         """Characters (`num_characters`) without reasoning, which chat templates leave out of earlier turns."""
-        whole = shown + num_characters(message.get("reasoning_content") or "")
+        whole = num_visible + num_characters(message.get("reasoning_content") or "")
         self.longest_message: int = whole if parent is None else max(whole, parent.longest_message)
         """Characters of the longest message, its reasoning included."""
 
@@ -63,11 +63,11 @@ class Prefix:
 
         names: names of the tools that were called before, by the ids of the calls.
         """
-        (said,) = normalize_messages([message])
-        if said["role"] == "tool" and not said.get("name"):
-            said["name"] = names.get(said.get("tool_call_id", ""))
-        said = {key: value for key, value in said.items() if value not in (None, "") or key in ("role", "content")}
-        return Prefix(self, message, _hash(self.digest, _by_value(said)), self._tools)
+        (copy,) = normalize_messages([message])
+        if copy["role"] == "tool" and not copy.get("name"):
+            copy["name"] = names.get(copy.get("tool_call_id", ""))
+        copy = {key: value for key, value in copy.items() if value not in (None, "") or key in ("role", "content")}
+        return Prefix(self, message, _hash(self.digest, _by_value(copy)), self._tools)
 
     @property
     def tools(self) -> Tools:
@@ -120,10 +120,10 @@ class Prefixes:
         names: dict[str, str] = {}
         for index, message in enumerate(messages):
             key = (id(prefix), _key_of(message))  # a child holds its parent, so the id is not used twice
-            known = self._known.get(key)
-            if known is None:
-                known = self._known[key] = prefix.then(read_message(message, f"messages[{index}]"), names=names)
-            prefix = known
+            child = self._known.get(key)
+            if child is None:
+                child = self._known[key] = prefix.then(read_message(message, f"messages[{index}]"), names=names)
+            prefix = child
             for call in prefix.message.get("tool_calls", ()):
                 names[call["id"]] = call["function"]["name"]
         return prefix

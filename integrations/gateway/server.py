@@ -195,11 +195,11 @@ class Gateway:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")  # Anthropic's
         if key:
-            presented = _digest(key)
-            if hmac.compare_digest(presented, _digest(self.api_key)):
+            digest = _digest(key)
+            if hmac.compare_digest(digest, _digest(self.api_key)):
                 return None
             # Looked up by digest, so that the time does not depend on any key.
-            session = self._by_key.get(presented)
+            session = self._by_key.get(digest)
             if session is not None:
                 return session
         raise ApiError(
@@ -260,11 +260,11 @@ class Gateway:
         raw = await self._body(request)
         completion = self._retries_of(session).find(request.headers, dialect.path, raw)
         if completion is None:
-            parsed = self._parsed(dialect, session, read_json(raw))
+            parsed_request = self._parsed(dialect, session, read_json(raw))
             session = self._keep(session)
             attempt = self._retries_of(session).begin(request.headers, dialect.path, raw, request.transport)
             try:
-                completion = await complete(self._engine, self._chat, self._prompts, session, parsed)
+                completion = await complete(self._engine, self._chat, self._prompts, session, parsed_request)
             except BaseException:
                 self._retries_of(session).end(attempt, None)
                 self._drop_if_unused(session)
@@ -289,13 +289,13 @@ class Gateway:
         return raw
 
     def _parsed(self, dialect: Dialect, session: Session, body: Mapping[str, Any]) -> SampleRequest:
-        model, offered = body.get("model"), session.offered
+        model, samplings = body.get("model"), session.offered
         self._check_model(session, model)
         if model in self._settings.adapters and not session.any_model:
-            offered = tuple(replace(one, model=model) for one in offered)
+            samplings = tuple(replace(one, model=model) for one in samplings)
         offer = Offer(
             session=session,
-            sampling=offered,
+            sampling=samplings,
             vocab_size=len(self._chat.tokenizer),
             max_model_len=self._engine.max_model_len,
         )

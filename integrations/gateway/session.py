@@ -132,9 +132,9 @@ class Session:
     @property
     def facts(self) -> dict[str, int]:
         """Prompts by kind, and the answers that were asked to call a tool, for the outcome of a rollout."""
-        asked = sum(answer.must_call for answer in self._answers)
+        num_unforced = sum(answer.must_call for answer in self._answers)
         prompts = {f"prompts_{kind}": count for kind, count in self.prompts.items()}
-        return {**prompts, **({"unforced_calls": asked} if asked else {})}
+        return {**prompts, **({"unforced_calls": num_unforced} if num_unforced else {})}
 
     @property
     def last_conversation(self) -> tuple[Message, ...]:
@@ -152,7 +152,7 @@ class Session:
         if not answers:
             return ()
         history = self._last_answer.conversation.prefixes[:-1]
-        given = {prefix.digest for prefix in answers[0].conversation.prefixes[:-1]}
+        prompt_digests = {prefix.digest for prefix in answers[0].conversation.prefixes[:-1]}
         by_words: dict[bytes, list[Answer]] = {}
         for answer in answers:
             by_words.setdefault(_words(answer.message), []).append(answer)
@@ -160,7 +160,7 @@ class Session:
         for index, prefix in enumerate(history):
             same = self.find(prefix) or by_words.get(_words(prefix.message), [])
             free = [answer.order for answer in same if answer.order not in places]
-            if free and prefix.digest not in given:
+            if free and prefix.digest not in prompt_digests:
                 places[free[0]] = index
         return tuple(places.get(answer.order) for answer in answers)
 

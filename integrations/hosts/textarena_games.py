@@ -54,11 +54,11 @@ class Game:
                     for player, fact in facts.items()
                 },
             }
-        player, seen = self._base.get_observation()
+        player, observations = self._base.get_observation()
         roles = self._base.state.role_mapping
         lines = [
             text if kind is not self._own_action else f"[{roles.get(sender, f'Player {sender}')}] {text}"
-            for sender, text, kind in seen
+            for sender, text, kind in observations
             if not (kind is self._own_action and sender == player)
         ]
         return {"is_done": False, "player": player, "text": "\n".join(lines)}

@@ -122,14 +122,14 @@ async def play(
     v1 = importlib.import_module("verifiers.v1")
     variable = f"LOCKSTEP_API_KEY_{next(_keys)}"  # programs of agents inherit no variable with API_KEY in its name
     os.environ[variable] = api_key
-    found = environment(env_id, args)
+    env = environment(env_id, args)
     model = v1.ModelContext(
         model="policy", client=v1.EvalClientConfig(base_url=base_url, api_key_var=variable), sampling=v1.Sampling()
     )
     try:
-        async with asyncio.timeout(limit_s), found.service().episode() as served:
-            (slot,) = served.slots(found.task(index))
-            episode = await served.run_slot(slot, model)
+        async with asyncio.timeout(limit_s), env.service().episode() as runner:
+            (slot,) = runner.slots(env.task(index))
+            episode = await runner.run_slot(slot, model)
     except TimeoutError:
         raise TimeoutError(f"no end in {limit_s:g} s") from None
     finally:
@@ -148,11 +148,11 @@ def score(episode: Any, base_url: str) -> dict[str, Any]:
                 f"its agent {trace.agent.name!r} is not to be trained, but uses the policy; give it a model of its own "
                 f"with environment.settings.args={{{trace.agent.name}: {{model: ..., client: {{base_url: ...}}}}}}"
             )
-    trained = [trace for trace in episode.traces if trace.agent.trainable]
-    if not trained:
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    if not traces:
         raise RuntimeError("no agent of the episode is to be trained")
     metrics: dict[str, list[float]] = {}
-    for trace in trained:
+    for trace in traces:
         for name, value in (
             *trace.metrics.items(),
             *((name, one and one.score) for name, one in trace.rewards.items()),
@@ -160,7 +160,7 @@ def score(episode: Any, base_url: str) -> dict[str, Any]:
             if value is not None:
                 metrics.setdefault(name, []).append(float(value))
     return {
-        "reward": sum(trace.reward for trace in trained) / len(trained),
+        "reward": sum(trace.reward for trace in traces) / len(traces),
         "metrics": {name: sum(values) / len(values) for name, values in metrics.items()},
     }
 

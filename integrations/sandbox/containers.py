@@ -94,15 +94,15 @@ def container_enclosure(program: str, image: str, limits: Limits) -> Enclosure:
 def container_problem(program: str, image: str) -> str | None:
     """Return the reason why no container of this image can be started, as a sentence, or None."""
     try:
-        found = _docker(program, "image", "inspect", "--format", "{{.Id}}", image)
+        result = _docker(program, "image", "inspect", "--format", "{{.Id}}", image)
     except FileNotFoundError:
         return f"environment.settings.docker_program={program} is not a program; install Docker, or set another"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"environment sandbox: `{program} image inspect {image}` did not end: {error}; start the daemon"
-    if found.returncode == 0:
+    if result.returncode == 0:
         return None
-    said = found.stderr.decode(errors="replace").strip().splitlines()
-    reason = said[-1] if said else f"status {found.returncode}"
+    lines = result.stderr.decode(errors="replace").strip().splitlines()
+    reason = lines[-1] if lines else f"status {result.returncode}"
     if "no such image" in reason.lower():
         return f"environment.settings.image={image} is not on this machine ({reason}); type: {program} pull {image}"
     return (

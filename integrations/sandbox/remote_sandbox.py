@@ -52,13 +52,13 @@ class RemoteSandbox:
     @classmethod
     async def open(cls, url: str, token: str | None, limits: Limits) -> RemoteSandbox:
         """Open a session; a service that is full is asked again for a while. Raises `SandboxError`."""
-        made = cls(url, token, limits)
+        sandbox = cls(url, token, limits)
         try:
-            await made._begin()
+            await sandbox._begin()
         except BaseException:
-            await made.close()
+            await sandbox.close()
             raise
-        return made
+        return sandbox
 
     async def _begin(self) -> None:
         deadline = asyncio.get_running_loop().time() + OPEN_TIMEOUT_S

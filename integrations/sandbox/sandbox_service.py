@@ -88,9 +88,9 @@ class SandboxService:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
+        authorization = request.headers.get("Authorization", "")
         if self._token is not None and not hmac.compare_digest(
-            given.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
+            authorization.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()
         ):
             return _error(401, "expected Authorization: Bearer <token of this service>")
         try:
@@ -103,8 +103,8 @@ class SandboxService:
             return _error(500, str(error) or type(error).__name__)
 
     async def _open(self, request: web.Request) -> web.Response:
-        given = read_object(await request.read())["limits"]
-        limits = Limits(**given)
+        values = read_object(await request.read())["limits"]
+        limits = Limits(**values)
         for name, most in dataclasses.asdict(self._limits).items():
             if getattr(limits, name) > most:
                 return _error(400, f"{name}={getattr(limits, name)} is above {most}, the limit of this service")

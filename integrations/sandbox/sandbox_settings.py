@@ -51,10 +51,10 @@ class SandboxSettings:
         names = {field.name for field in fields(Limits)} & settings.keys()
         limits = {name: settings.pop(name) for name in names}
         try:
-            checked = Limits(timeout_s=timeout_s, output_bytes=output_bytes, **limits)
+            all_limits = Limits(timeout_s=timeout_s, output_bytes=output_bytes, **limits)
         except ConfigError as error:
             raise ConfigError(f"environment {error}; set it under {SHOWN}") from error
-        return cls(limits=checked, **settings)
+        return cls(limits=all_limits, **settings)
 
     def __post_init__(self) -> None:
         if self.sandbox not in KINDS:
@@ -62,9 +62,9 @@ class SandboxSettings:
                 f"{SHOWN}.sandbox={self.sandbox!r} is not one of {', '.join(KINDS)}; set {SHOWN}.sandbox=local"
             )
         for name, kind in BELONGS.items():
-            value, wanted = getattr(self, name), bool if name == "unsafe" else str
-            if value is not None and not (isinstance(value, wanted) and value != ""):  # the text "false" would be true
-                expected = "true or false" if wanted is bool else "a text"
+            value, hint = getattr(self, name), bool if name == "unsafe" else str
+            if value is not None and not (isinstance(value, hint) and value != ""):  # the text "false" would be true
+                expected = "true or false" if hint is bool else "a text"
                 raise ConfigError(f"{SHOWN}.{name}={value!r} is not {expected}; leave it out")
             if value is not None and kind != self.sandbox:
                 raise ConfigError(

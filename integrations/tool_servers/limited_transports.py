@@ -45,7 +45,7 @@ class TooLong(Exception):
 async def program(settings: ServerSettings, output: OutputTail, *, max_bytes: int) -> AsyncIterator[Any]:
     """Start a server and connect to its standard input and output. output: follows its standard error."""
     assert settings.command is not None
-    (life, held), (errors, errors_end) = os.pipe(), os.pipe()
+    (life, life_end), (errors, errors_end) = os.pipe(), os.pipe()
     output.follow(open(errors, "rb", buffering=0))  # noqa: SIM115  # it is closed by its reader
     try:
         process = await asyncio.create_subprocess_exec(
@@ -60,7 +60,7 @@ async def program(settings: ServerSettings, output: OutputTail, *, max_bytes: in
             limit=max_bytes,
         )
     except BaseException:
-        os.close(held)
+        os.close(life_end)
         raise
     finally:
         os.close(life)
@@ -80,7 +80,7 @@ async def program(settings: ServerSettings, output: OutputTail, *, max_bytes: in
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await _end(process)
-        os.close(held)
+        os.close(life_end)
 
 
 async def _read_lines(process: asyncio.subprocess.Process, incoming: Any, output: OutputTail) -> None:
@@ -176,10 +176,10 @@ class _LimitedStream(httpx2.AsyncByteStream):
         self._max_bytes = max_bytes
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        received = 0
+        num_bytes = 0
         async for part in self._stream:
-            received += len(part)
-            if received > self._max_bytes:
+            num_bytes += len(part)
+            if num_bytes > self._max_bytes:
                 raise TooLong(f"an answer is longer than {self._max_bytes} bytes")
             yield part
 

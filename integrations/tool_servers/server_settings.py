@@ -57,7 +57,7 @@ def read_servers(servers: Any) -> tuple[ServerSettings, ...]:
             f"environment=mcp has no servers; set '{SHOWN}={{files: {{command: my_server, args: [--root, data]}}}}' or "
             f"'{SHOWN}={{search: {{url: \"http://127.0.0.1:8000/mcp\"}}}}'"
         )
-    return tuple(_read(str(name), given) for name, given in servers.items())
+    return tuple(_read(str(name), entry) for name, entry in servers.items())
 
 
 def _read(name: str, given: Any) -> ServerSettings:
@@ -66,10 +66,10 @@ def _read(name: str, given: Any) -> ServerSettings:
         raise ConfigError(f"{SHOWN}: the name {name!r} must consist of up to 32 letters, digits, _ and -")
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place}={given!r:.80} is not a server; set {place}.command=<program>, or {place}.url=<url>")
-    known = [entry.name for entry in dataclasses.fields(ServerSettings) if entry.name != "name"]
+    names = [entry.name for entry in dataclasses.fields(ServerSettings) if entry.name != "name"]
     for key in given:
-        if key not in known:
-            raise ConfigError(f"{place}.{key} is not a setting; set one of {', '.join(known)}")
+        if key not in names:
+            raise ConfigError(f"{place}.{key} is not a setting; set one of {', '.join(names)}")
     texts = {key: given.get(key) for key in ("command", "url", "cwd")}
     lists = {key: given.get(key) for key in ("args", "tools")}
     mappings: dict[str, Mapping[str, str]] = {key: given.get(key) or {} for key in ("env", "headers")}

@@ -169,17 +169,17 @@ class ToolServer:
             ready.set_exception(error)
 
     async def _checked(self, tools: list[Any]) -> list[Mapping[str, Any]]:
-        wanted, name = self.settings.tools, self.settings.name
-        listed = [tool.name for tool in tools]
-        for missing in sorted(set(wanted or ()) - set(listed)):
+        wanted_names, name = self.settings.tools, self.settings.name
+        names = [tool.name for tool in tools]
+        for missing in sorted(set(wanted_names or ()) - set(names)):
             raise ConfigError(
-                f"{self.settings.place}.tools names {missing!r}; server {name} lists {', '.join(listed) or 'no tools'}"
+                f"{self.settings.place}.tools names {missing!r}; server {name} lists {', '.join(names) or 'no tools'}"
             )
-        kept = [tool for tool in tools if wanted is None or tool.name in wanted]
-        if not kept:
+        offered_tools = [tool for tool in tools if wanted_names is None or tool.name in wanted_names]
+        if not offered_tools:
             raise ConfigError(f"MCP server {name} lists no tools; expected at least one")
         try:
-            return await read_tools([(tool.name, tool.description, tool.input_schema) for tool in kept])
+            return await read_tools([(tool.name, tool.description, tool.input_schema) for tool in offered_tools])
         except ToolServerError as error:
             place = f"{self.settings.place}.tools"
             raise ConfigError(f"MCP server {name}: {error}; leave it out with {place}=[<others>]") from error

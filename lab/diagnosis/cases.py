@@ -60,7 +60,7 @@ class Case:
 async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Case]:
     """Sample all cases with the run's settings, deterministically. Raises `EngineError` and `DataError`."""
     sampling = make_sampling(config, chat, temperature=config.rollout.temperature)
-    text, single, multi, trained = await asyncio.gather(
+    text, single, multi, training_path = await asyncio.gather(
         _plain_text(config.seed, engine, chat, sampling),
         _conversations(config.seed, engine, chat, sampling, follow_ups=()),
         _conversations(config.seed, engine, chat, sampling, follow_ups=FOLLOW_UPS),
@@ -70,7 +70,7 @@ async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Ca
         Case(name="simple_text", purpose="plain text, no chat template", rollouts=text),
         Case(name="single_turn", purpose="one question through the chat template", rollouts=single),
         Case(name="multi_turn", purpose="questions follow", rollouts=multi),
-        Case(name="training_path", purpose="the run's data, environment and sampler", rollouts=trained),
+        Case(name="training_path", purpose="the run's data, environment and sampler", rollouts=training_path),
     ]
 
 

@@ -149,7 +149,7 @@ class Evidence:
 
 def match_rows(rollouts: Iterable[Rollout], rows: Sequence[TrainingRow]) -> TokenMatch:
     """Compare the trained tokens of rows with the sampled tokens of the rollouts' calls, turn by turn, in order."""
-    sampled = trained = num_same_id = num_same = lost_ends = 0
+    num_sampled = num_trained = num_same_id = num_same = lost_ends = 0
     for rollout in rollouts:
         own = [row for row in rows if row.rollout_id == rollout.rollout_id]
         for turn, call in enumerate(rollout.calls):
@@ -161,11 +161,11 @@ def match_rows(rollouts: Iterable[Rollout], rows: Sequence[TrainingRow]) -> Toke
             both = min(len(ids), len(call.sampled_ids))
             same_id = np.equal(ids[:both], call.sampled_ids[:both])
             same_logprob = np.equal(logprobs[:both], np.array(call.sampled_logprobs[:both], dtype=np.float32))
-            sampled, trained = sampled + len(call.sampled_ids), trained + len(ids)
+            num_sampled, num_trained = num_sampled + len(call.sampled_ids), num_trained + len(ids)
             num_same_id, num_same = num_same_id + same_id.sum(), num_same + (same_id & same_logprob).sum()
             lost_ends += len(call.sampled_ids) - both if same_id.all() else 0
     return TokenMatch(
-        sampled=sampled, trained=trained, same_id=int(num_same_id), same=int(num_same), lost_ends=lost_ends
+        sampled=num_sampled, trained=num_trained, same_id=int(num_same_id), same=int(num_same), lost_ends=lost_ends
     )
 
 
@@ -178,10 +178,10 @@ def mismatch(train_N: Tensor, samp_N: Tensor) -> dict[str, float]:
 
 def noise_floor(cases: Sequence[ScoredTokens]) -> dict[str, float]:
     """Compare the trainer with itself on the same rows in two packings; a mismatch below this says nothing."""
-    again = [scored.again_N for scored in cases if scored.again_N is not None]
+    again = [case.again_N for case in cases if case.again_N is not None]
     if not again:
         return {}
-    metrics = mismatch(torch.cat([scored.train_N for scored in cases]), torch.cat(again))
+    metrics = mismatch(torch.cat([case.train_N for case in cases]), torch.cat(again))
     return {name: metrics[name] for name in NOISE_METRICS if name in metrics}
 
 

@@ -63,7 +63,7 @@ class Examiner:
         batch = StepBatch.of(case.trainable, mask_truncated=False, with_routes=self.config.plan.replays_engine)
         batch = replace(batch, rows=tuple(damaged_rows(variant, batch.rows, texts.tokenizer)))
         temperature = self.config.rollout.temperature
-        scored = ScoredTokens(
+        scored_tokens = ScoredTokens(
             batch=batch,
             train_N=self.score(batch, temperature=temperature),
             again_N=self.score(batch, temperature=temperature, alone=True),
@@ -73,7 +73,7 @@ class Examiner:
         note = ""
         if case.name == "single_turn" and case.rollouts:
             note = self.chat.parity(case.rollouts[0].prompt)
-        return report_case(case, scored, engine=self._ask_engine(scored), note=note)
+        return report_case(case, scored_tokens, engine=self._ask_engine(scored_tokens), note=note)
 
     def _ask_engine(self, scored: ScoredTokens) -> EngineCheck | None:
         """Let the engine score the first rows that leave one token of its context free."""
@@ -81,17 +81,17 @@ class Examiner:
         if engine is None:
             return None
         fitting = [index for index, row in enumerate(rows) if len(row) < engine.max_model_len]
-        chosen = [rows[index] for index in fitting[:CHECKED_ROWS]]
-        if not chosen:
+        checked_rows = [rows[index] for index in fitting[:CHECKED_ROWS]]
+        if not checked_rows:
             return None
 
         async def ask() -> list[list[float]]:
-            return await asyncio.gather(*(engine.score(row.ids.tolist()) for row in chosen))
+            return await asyncio.gather(*(engine.score(row.ids.tolist()) for row in checked_rows))
 
         answers = engine.loop.run(ask())  # answer i − 1 is the logprob of token i
-        parts = [np.array(answer)[row.loss_mask[1:]] for answer, row in zip(answers, chosen, strict=True)]
+        parts = [np.array(answer)[row.loss_mask[1:]] for answer, row in zip(answers, checked_rows, strict=True)]
         engine_N = torch.from_numpy(np.concatenate(parts))
-        batch = replace(scored.batch, rows=tuple(chosen))
+        batch = replace(scored.batch, rows=tuple(checked_rows))
         trainer_N = self.score(batch, temperature=1.0)
         is_chosen_N = torch.isin(scored.row_N, torch.tensor(fitting[:CHECKED_ROWS]))
         was_at_1 = self.config.rollout.temperature == 1.0
@@ -107,19 +107,21 @@ def diagnose_step(
     rollouts: Sequence[Rollout], batch: StepBatch, logp_train_N: Tensor, texts: TokenTexts, config: Config
 ) -> Diagnosis:
     """Diagnose trainable rollouts of a training step from the step's own logprobs, without a noise floor."""
-    chosen = {rollout.rollout_id for rollout in rollouts}
-    is_chosen = np.array([row.rollout_id in chosen for row in batch.rows], dtype=bool)
+    rollout_ids = {rollout.rollout_id for rollout in rollouts}
+    is_chosen = np.array([row.rollout_id in rollout_ids for row in batch.rows], dtype=bool)
     is_chosen_N = torch.from_numpy(np.repeat(is_chosen, np.diff(batch.layout.token_start)))
-    part = replace(batch, rows=tuple(row for row in batch.rows if row.rollout_id in chosen))
-    scored = ScoredTokens(batch=part, train_N=logp_train_N[is_chosen_N], texts=texts, correction=config.correction)
+    part = replace(batch, rows=tuple(row for row in batch.rows if row.rollout_id in rollout_ids))
+    scored_tokens = ScoredTokens(
+        batch=part, train_N=logp_train_N[is_chosen_N], texts=texts, correction=config.correction
+    )
     purpose = "rollouts of a training step, with the logprobs that it was trained with"
-    return conclude([report_case(Case(name="step", purpose=purpose, rollouts=tuple(rollouts)), scored)], config)
+    return conclude([report_case(Case(name="step", purpose=purpose, rollouts=tuple(rollouts)), scored_tokens)], config)
 
 
 def report_case(case: Case, scored: ScoredTokens, *, engine: EngineCheck | None = None, note: str = "") -> CaseReport:
     """Summarize and judge the scored rows of a case."""
     rollouts = case.trainable
-    measured = Evidence(
+    case_evidence = Evidence(
         match=evidence.match_rows(rollouts, scored.batch.rows),
         mismatch=evidence.mismatch(scored.train_N, scored.samp_N),
         noise=evidence.noise_floor([scored]),
@@ -130,23 +132,23 @@ def report_case(case: Case, scored: ScoredTokens, *, engine: EngineCheck | None 
         name=case.name,
         purpose=case.purpose,
         note=note,
-        finding=judge(measured),
+        finding=judge(case_evidence),
         num_rollouts=len(rollouts),
         num_failed=len(case.rollouts) - len(rollouts),
-        evidence=measured,
+        evidence=case_evidence,
         scored=scored,
     )
 
 
 def retokenization_note(rollouts: Sequence[Rollout], texts: TokenTexts) -> str:
     """Report the share of sampled tokens that would survive decode and encode, and the first that would not."""
-    kept = total = changed_turns = 0
+    num_kept = total = changed_turns = 0
     example = ""
     calls = [call for rollout in rollouts for call in rollout.calls]
     for call in calls:
         ids, again = call.sampled_ids, retokenize(call.sampled_ids, texts.tokenizer)
         same = [a == b for a, b in zip(ids, again, strict=False)]
-        kept, total = kept + sum(same), total + len(ids)
+        num_kept, total = num_kept + sum(same), total + len(ids)
         changed_turns += again != ids
         if again != ids and not example:
             first = [*same, False].index(False)
@@ -155,6 +157,6 @@ def retokenization_note(rollouts: Sequence[Rollout], texts: TokenTexts) -> str:
     if not total:
         return ""
     return (
-        f"{kept / total:.1%} of sampled tokens would survive decode and encode "
+        f"{num_kept / total:.1%} of sampled tokens would survive decode and encode "
         f"({changed_turns} of {len(calls)} turns would change){example}"
     )

@@ -66,15 +66,15 @@ def run_overrides(path: Path, given: Sequence[str]) -> list[str]:
         return []
     config = read_saved(config_path)
     try:
-        found = {name: OmegaConf.select(config, name) for name in RUN_SETTINGS}
+        settings = {name: OmegaConf.select(config, name) for name in RUN_SETTINGS}
     except OmegaConfBaseException as error:
         raise ConfigError(f"{config_path} cannot be read as settings: {error}") from error
-    for name, value in found.items():
+    for name, value in settings.items():
         if not isinstance(value, str | int | float | None):
             raise ConfigError(
                 f"{config_path}: {name} is {value}, expected a plain value; set {name} on the command line"
             )
-    values = {name: value for name, value in found.items() if value is not None} | UNUSED_DATA
+    values = {name: value for name, value in settings.items() if value is not None} | UNUSED_DATA
     own = {override.partition("=")[0].lstrip("+~") for override in given}
     # JSON quotes strings, so that any path is one word of Hydra's grammar.
     return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if name not in own]

@@ -81,14 +81,14 @@ def _without_final_tokens(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     last_turn: dict[int, int] = {}
     for row in rows:
         last_turn[row.rollout_id] = max(last_turn.get(row.rollout_id, -1), row.turns.max())
-    damaged = []
+    cut_rows = []
     for row in rows:
         final = np.flatnonzero(row.loss_mask & (row.turns == last_turn[row.rollout_id]))
         end = final[len(final) // 2] if len(final) else len(row)
         routes = None if row.routes is None else row.routes[:end]
-        kept = {name: getattr(row, name)[:end] for name in ROW_ARRAYS}
-        damaged.append(replace(row, support=None, routes=routes, **kept))
-    return [row for row in damaged if row.num_trained]
+        arrays = {name: getattr(row, name)[:end] for name in ROW_ARRAYS}
+        cut_rows.append(replace(row, support=None, routes=routes, **arrays))
+    return [row for row in cut_rows if row.num_trained]
 
 
 def _shifted(row: TrainingRow) -> TrainingRow:

@@ -59,19 +59,19 @@ def _leak(subject: Subject, earned: Earned, column: str) -> Finding:
     prompts = [prompt_text(subject, rollout) for rollout in earned.rollouts["empty answer"]]
     answers = [text_of(row.get(column)) for row in subject.rows]
     own, chance = rows_that_hold(prompts, answers)
-    measured = f"{len(own)} of {len(prompts)} rows, by chance {chance:.0%}"
+    measurement = f"{len(own)} of {len(prompts)} rows, by chance {chance:.0%}"
     if not own:
-        return Finding(check=LEAK, measured=measured)
-    shown = ", ".join(f"row {row} holds {answers[row]:.40}" for row in own[:MAX_SHOWN])
+        return Finding(check=LEAK, measured=measurement)
+    cases = ", ".join(f"row {row} holds {answers[row]:.40}" for row in own[:MAX_SHOWN])
     if is_beyond(own, chance, len(prompts)):
         sentence = (
             f"the prompt, as the model reads it, has the value of column {column!r} in {len(own)} of {len(prompts)} "
-            f"rows ({shown}; other rows' values: {chance:.0%}), so the model can copy it. Take it out; if the task is "
+            f"rows ({cases}; other rows' values: {chance:.0%}), so the model can copy it. Take it out; if the task is "
             f"to find it in a text, add --accept '{LEAK}'."
         )
-        return failure(LEAK, sentence, measured)
-    sentence = f"some prompts have the value of column {column!r} as a word ({shown}); this may be chance."
-    return Finding(check=LEAK, verdict=Verdict.NOTE, sentence=sentence, measured=measured)
+        return failure(LEAK, sentence, measurement)
+    sentence = f"some prompts have the value of column {column!r} as a word ({cases}); this may be chance."
+    return Finding(check=LEAK, verdict=Verdict.NOTE, sentence=sentence, measured=measurement)
 
 
 def rows_that_hold(texts: Sequence[str], answers: Sequence[str]) -> tuple[list[int], float]:
@@ -95,7 +95,7 @@ async def _depends(subject: Subject, earned: Earned, column: str) -> Finding:
     """Compare prompts with those after the reference was replaced by another row's."""
     if column in prompt_columns(subject):
         return Finding(check=DEPENDS, verdict=Verdict.NOTE, measured="the prompt is the reference")
-    changed = []
+    rows = []
     swaps = _swaps(subject.rows, column)
     for row, value in swaps:
         rollout = await subject.say(with_value(subject.rows[row], column, value), "")
@@ -103,33 +103,33 @@ async def _depends(subject: Subject, earned: Earned, column: str) -> Finding:
         if _opening(rollout) != _opening(before) and _opening(await subject.say(subject.rows[row], "")) == _opening(
             before
         ):
-            changed.append(row)  # and not by chance: the row itself has the same prompt twice
+            rows.append(row)  # and not by chance: the row itself has the same prompt twice
     if not swaps:
         return _all_equal(DEPENDS, column)
-    measured = f"{len(changed)} of {len(swaps)} prompts change with column {column}"
-    if not changed:
-        return Finding(check=DEPENDS, measured=measured)
+    measurement = f"{len(rows)} of {len(swaps)} prompts change with column {column}"
+    if not rows:
+        return Finding(check=DEPENDS, measured=measurement)
     sentence = (
-        f"the first prompt of row {changed[0]} changes if column {column!r} gets the value of another row, so the "
+        f"the first prompt of row {rows[0]} changes if column {column!r} gets the value of another row, so the "
         "environment writes the reference, or something made from it, into the prompt. Use it in `step` and rewards."
     )
-    return failure(DEPENDS, sentence, measured)
+    return failure(DEPENDS, sentence, measurement)
 
 
 def _differ(subject: Subject, earned: Earned, column: str) -> Finding:
     """Look for prompts that do not say which row is asked, in episodes that never say it later."""
     rollouts = earned.rollouts["empty answer"]
     prompts = {_opening(rollout) for rollout in rollouts}
-    measured = f"{len(prompts)} prompts for {len(rollouts)} rows"
-    played = [*rollouts, *earned.rollouts.get("reference", ())]  # whose player may call tools
-    is_told_later = any(len(rollout.messages) > len(rollout.prompt) + 1 for rollout in played)
+    measurement = f"{len(prompts)} prompts for {len(rollouts)} rows"
+    episodes = [*rollouts, *earned.rollouts.get("reference", ())]  # whose player may call tools
+    is_told_later = any(len(rollout.messages) > len(rollout.prompt) + 1 for rollout in episodes)
     if len(prompts) > 1 or is_told_later or not _swaps(subject.rows, column):
-        return Finding(check=DIFFER, measured=measured)
+        return Finding(check=DIFFER, measured=measurement)
     sentence = (
         f"all rows have the same first prompt, and nothing is said after an answer, but column {column!r} differs, so "
         "no policy can know it. Write the messages in `reset` from the row that it is called with."
     )
-    return failure(DIFFER, sentence, measured)
+    return failure(DIFFER, sentence, measurement)
 
 
 async def _reads(subject: Subject, earned: Earned, column: str) -> Finding:
@@ -138,27 +138,27 @@ async def _reads(subject: Subject, earned: Earned, column: str) -> Finding:
     if not swaps:
         return _all_equal(READS, column)
     rewards = earned.rewards("reference")
-    kept = []
+    rows = []
     for row, value in swaps:
-        changed = with_value(subject.rows[row], column, value)
+        variant = with_value(subject.rows[row], column, value)
         player = earned.reference.play_of(subject.rows[row])
-        (rollout,) = await subject.score([await subject.play(changed, player)])
+        (rollout,) = await subject.score([await subject.play(variant, player)])
         if reward_of(rollout) == rewards[row]:
-            kept.append(row)
-    measured = f"{len(swaps) - len(kept)} of {len(swaps)} rewards change with column {column}"
-    if len(kept) == len(swaps):
+            rows.append(row)
+    measurement = f"{len(swaps) - len(rows)} of {len(swaps)} rewards change with column {column}"
+    if len(rows) == len(swaps):
         sentence = (
             f"an answer earns the same if column {column!r} gets the value of another row, so the reward does not read "
             f"it. Let it read {column!r}, or name the column that it should read with --reference <column>."
         )
-        return failure(READS, sentence, measured)
-    if kept:
+        return failure(READS, sentence, measurement)
+    if rows:
         sentence = (
-            f"in rows {', '.join(map(str, kept[:MAX_SHOWN]))} the answer also earns its reward with another row's "
+            f"in rows {', '.join(map(str, rows[:MAX_SHOWN]))} the answer also earns its reward with another row's "
             f"value of column {column!r}: the comparison may be too lenient."
         )
-        return Finding(check=READS, verdict=Verdict.NOTE, sentence=sentence, measured=measured)
-    return Finding(check=READS, measured=measured)
+        return Finding(check=READS, verdict=Verdict.NOTE, sentence=sentence, measured=measurement)
+    return Finding(check=READS, measured=measurement)
 
 
 async def _others(subject: Subject, earned: Earned) -> Finding:
@@ -169,21 +169,21 @@ async def _others(subject: Subject, earned: Earned) -> Finding:
         swaps = _swaps(subject.rows, column)
         if better := await _answers_better(subject, earned, column):
             faults.append(better)
-        elif changed := await _changes(subject, earned, column, swaps):
-            faults.append(changed)
-    measured = ", ".join(columns) or "no other columns"
+        elif fault := await _changes(subject, earned, column, swaps):
+            faults.append(fault)
+    measurement = ", ".join(columns) or "no other columns"
     if not faults:
-        return Finding(check=OTHERS, measured=measured)
+        return Finding(check=OTHERS, measured=measurement)
     sentence = f"{' '.join(faults)} If the reward is meant to read the column, add --reads <column>."
-    return failure(OTHERS, sentence, measured)
+    return failure(OTHERS, sentence, measurement)
 
 
 async def _changes(subject: Subject, earned: Earned, column: str, swaps: Sequence[tuple[int, Any]]) -> str:
     """Return a sentence if the reference earns another reward, in the same conversation, with another value."""
     for row, value in swaps:
         before = earned.rollouts["reference"][row]
-        changed = with_value(subject.rows[row], column, value)
-        (after,) = await earn_reference_as(subject, earned.reference, subject.rows[row], changed)
+        variant = with_value(subject.rows[row], column, value)
+        (after,) = await earn_reference_as(subject, earned.reference, subject.rows[row], variant)
         if list(after.messages) != list(before.messages) or reward_of(after) == reward_of(before):
             continue
         (again,) = await earn_reference(subject, earned.reference, [subject.rows[row]])
@@ -208,13 +208,13 @@ async def _answers_better(subject: Subject, earned: Earned, column: str) -> str:
     if not rows:
         return ""
     form = earned.reference.form
-    found = await subject.earn(
+    rollouts = await subject.earn(
         [subject.rows[row] for row in rows], [in_form(subject.rows[row][column], form) for row in rows]
     )
     own = earned.rewards("reference")
     better = [
         row
-        for row, rollout in zip(rows, found, strict=True)
+        for row, rollout in zip(rows, rollouts, strict=True)
         if (reward_of(rollout) or 0.0) > max(EPSILON, (own[row] or 0.0) + EPSILON)
     ]
     if not better:

@@ -69,12 +69,12 @@ class Gate:
 
 
 async def _play_at(gate: Gate, subject: Subject, earned: Earned, row: int) -> Rollout:
-    said = _excerpt(earned.rollouts["echoed prompt"][row])
+    echo = _excerpt(earned.rollouts["echoed prompt"][row])
     play = earned.reference.play_of(subject.rows[row])
 
     async def player(messages: Sequence[Message]) -> Answer:
         await gate.arrive()
-        return await play(messages) if earned.reference.is_known else said
+        return await play(messages) if earned.reference.is_known else echo
 
     try:
         return await subject.play(subject.rows[row], player)
@@ -86,20 +86,20 @@ async def examine_episodes(subject: Subject, engine: Engine, earned: Earned) -> 
     """Play episodes with a real engine, and again from the recording."""
     options, recorder = subject.options, RecordingEngine(engine)
     watch = subject.watch
-    sampled = await subject.collect(recorder, subject.rows, samples=options.samples)
-    rollouts = await subject.score(sampled)
+    samples = await subject.collect(recorder, subject.rows, samples=options.samples)
+    rollouts = await subject.score(samples)
     watch.seconds.clear()
     again: list[Rollout] = []
     for group in reversed(range(len(subject.rows))):
-        played = await subject.collect(
+        replays = await subject.collect(
             recorder.replay(), [subject.rows[group]], samples=options.samples, first_group=group
         )
-        again = [*played, *again]
+        again = [*replays, *again]
     environment_s = sum(map(sum, watch.seconds.values())) / max(1, len(again))
     yield _same(SAME_SEED, rollouts, await subject.score(again), samples=options.samples)
     if subject.rewards.compares_groups:
-        turned = [replace(rollout, rollout_id=-rollout.rollout_id) for rollout in sampled]
-        yield _order(rollouts, await subject.score(turned))
+        reversed_rollouts = [replace(rollout, rollout_id=-rollout.rollout_id) for rollout in samples]
+        yield _order(rollouts, await subject.score(reversed_rollouts))
     yield _tokens(rollouts)
     if earned.reference.is_known:
         yield _most(subject, rollouts, earned)
@@ -116,8 +116,8 @@ def difference(before: Rollout, after: Rollout) -> str:
                 return f"message {number} ({left['role']}) differs in more than its text"
             start = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
             start = max(0, start - CONTEXT_CHARS // 2)
-            shown = f"{old[start : start + CONTEXT_CHARS]!r}, then {new[start : start + CONTEXT_CHARS]!r}"
-            return f"message {number} ({left['role']}) was {shown}"
+            change = f"{old[start : start + CONTEXT_CHARS]!r}, then {new[start : start + CONTEXT_CHARS]!r}"
+            return f"message {number} ({left['role']}) was {change}"
     if len(before.messages) != len(after.messages):
         return f"the conversation had {len(before.messages)} messages, then {len(after.messages)}"
     if before.status != after.status:
@@ -142,62 +142,62 @@ def _same(
     "outside the episode.",
 ) -> Finding:
     """Compare two plays of rows in order. samples: episodes of each row. how: the second ones were played."""
-    played = enumerate(zip(before, after, strict=True))
-    found = [(number // samples, text) for number, (old, new) in played if (text := difference(old, new))]
-    measured = f"{len(before) - len(found)} of {len(before)} episodes are the same twice"
-    if not found:
-        return Finding(check=check, measured=measured)
-    row, text = found[0]
+    pairs = enumerate(zip(before, after, strict=True))
+    cases = [(number // samples, text) for number, (old, new) in pairs if (text := difference(old, new))]
+    measurement = f"{len(before) - len(cases)} of {len(before)} episodes are the same twice"
+    if not cases:
+        return Finding(check=check, measured=measurement)
+    row, text = cases[0]
     sentence = (
-        f"played {how} with the same sampled tokens, {len(found)} of {len(before)} episodes differ. First in that of "
+        f"played {how} with the same sampled tokens, {len(cases)} of {len(before)} episodes differ. First in that of "
         f"row {row}: {text}. {remedy}"
     )
-    return failure(check, sentence, measured)
+    return failure(check, sentence, measurement)
 
 
 def _order(before: Sequence[Rollout], after: Sequence[Rollout]) -> Finding:
     """Compare rewards of groups with those of the same groups in reverse order."""
     check = "rewards of a group ignore its order"
     pairs = [(old, reward_of(old), reward_of(new)) for old, new in zip(before, after, strict=True)]
-    changed = [
+    changes = [
         (old.group_id, left, right)
         for old, left, right in pairs
         if left != right and (left is None or right is None or abs(left - right) > EPSILON)
     ]
-    measured = f"{len(pairs) - len(changed)} of {len(pairs)} rewards are the same in reverse order"
-    if not changed:
-        return Finding(check=check, measured=measured)
-    row, left, right = changed[0]
+    measurement = f"{len(pairs) - len(changes)} of {len(pairs)} rewards are the same in reverse order"
+    if not changes:
+        return Finding(check=check, measured=measurement)
+    row, left, right = changes[0]
     sentence = (
         f"with the episodes of row {row} in reverse order, one earns {right} instead of {left}. The order of a group "
         "means nothing: return the same number for an episode wherever it stands, also in ties."
     )
-    return failure(check, sentence, measured)
+    return failure(check, sentence, measurement)
 
 
 def _tokens(rollouts: Sequence[Rollout]) -> Finding:
     check, counts = "trained tokens are the sampled tokens", TokenCounts()
-    played = [rollout for rollout in rollouts if rollout.calls]
-    if not played:
+    episodes = [rollout for rollout in rollouts if rollout.calls]
+    if not episodes:
         return failure(check, "no episode made a call of the engine; other lines say why.", "no tokens")
     try:
-        for rollout in played:
+        for rollout in episodes:
             counts += count_tokens(rollout.calls, rows_from_calls(rollout.calls))
     except EvidenceError as error:
         return failure(check, f"no training rows can be made: {error}.")
     metrics = counts.metrics()
-    match, trained = metrics["rollout/token_match_rate"], metrics["rollout/trained_fraction"]
+    match, trained_fraction = metrics["rollout/token_match_rate"], metrics["rollout/trained_fraction"]
     branches = metrics["rollout/branch_rate"]
-    measured = f"match {match:.3f}, {counts.trained} of {counts.sampled} tokens, {branches:.0%} of episodes branch"
-    if match == trained == 1.0:
-        return Finding(check=check, measured=measured)
-    return failure(check, "rows and record of the engine differ: please report this with the environment.", measured)
+    measurement = f"match {match:.3f}, {counts.trained} of {counts.sampled} tokens, {branches:.0%} of episodes branch"
+    if match == trained_fraction == 1.0:
+        return Finding(check=check, measured=measurement)
+    return failure(check, "rows and record of the engine differ: please report this with the environment.", measurement)
 
 
 def _most(subject: Subject, rollouts: Sequence[Rollout], earned: Earned) -> Finding:
     check, own = "no sampled episode beats the reference", earned.rewards("reference")
-    known = [reward for rollout in rollouts if (reward := reward_of(rollout)) is not None]
-    measured = f"{min(known):.3g} to {max(known):.3g}" if known else "no reward"
+    rewards = [reward for rollout in rollouts if (reward := reward_of(rollout)) is not None]
+    measurement = f"{min(rewards):.3g} to {max(rewards):.3g}" if rewards else "no reward"
     for rollout in rollouts:
         reward, best = reward_of(rollout), own[rollout.group_id]
         if reward is not None and best is not None and reward > best + EPSILON:
@@ -205,8 +205,8 @@ def _most(subject: Subject, rollouts: Sequence[Rollout], earned: Earned) -> Find
                 f"a sampled episode of row {rollout.group_id} earns {reward:.3g}, the reference {best:.3g}: either the "
                 "reference is not the best play (give one with --player), or the reward pays for something else."
             )
-            return failure(check, sentence, measured)
-    return Finding(check=check, measured=measured)
+            return failure(check, sentence, measurement)
+    return Finding(check=check, measured=measurement)
 
 
 def _variance(rollouts: Sequence[Rollout], samples: int) -> Finding:
@@ -216,30 +216,30 @@ def _variance(rollouts: Sequence[Rollout], samples: int) -> Finding:
         if (reward := reward_of(rollout)) is not None:
             groups.setdefault(rollout.group_id, []).append(reward)
     spread = [statistics.pstdev(rewards) for rewards in groups.values()]
-    mixed = sum(deviation > EPSILON for deviation in spread)
+    num_mixed = sum(deviation > EPSILON for deviation in spread)
     mean = f", mean {statistics.fmean(map(statistics.fmean, groups.values())):.3g}" if groups else ""
-    measured = f"{mixed} of {len(groups)} groups of {samples}{mean}"
-    if mixed:
-        return Finding(check=check, measured=measured)
+    measurement = f"{num_mixed} of {len(groups)} groups of {samples}{mean}"
+    if num_mixed:
+        return Finding(check=check, measured=measurement)
     sentence = (
         "all episodes of a group earn the same with this model, so GRPO has nothing to learn from these rows: take "
         "easier or harder rows, more samples, partial rewards, or a model that is right sometimes."
     )
-    return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured=measured)
+    return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured=measurement)
 
 
 def _cost(rollouts: Sequence[Rollout], environment_s: float) -> Finding:
     number = max(1, len(rollouts))
     calls = sum(rollout.num_turns for rollout in rollouts) / number
-    sampled = sum(rollout.num_sampled for rollout in rollouts) / number
+    mean_sampled = sum(rollout.num_sampled for rollout in rollouts) / number
     prompts = sum(len(call.prompt) for rollout in rollouts for call in rollout.calls) / number
     seconds = sum(rollout.duration_s for rollout in rollouts) / number
-    failed = sum(rollout.status is RolloutStatus.FAILED for rollout in rollouts)
-    measured = (
+    num_failed = sum(rollout.status is RolloutStatus.FAILED for rollout in rollouts)
+    measurement = (
         f"{seconds:.2f} s ({number} at once; {environment_s:.3f} s of it in the environment), {calls:.1f} calls, "
-        f"{prompts:.0f} prompt and {sampled:.0f} sampled tokens" + (f", {failed} failed" if failed else "")
+        f"{prompts:.0f} prompt and {mean_sampled:.0f} sampled tokens" + (f", {num_failed} failed" if num_failed else "")
     )
-    return Finding(check="cost of an episode", measured=measured)
+    return Finding(check="cost of an episode", measured=measurement)
 
 
 def _excerpt(rollout: Rollout) -> str:

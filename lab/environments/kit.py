@@ -83,22 +83,22 @@ def findings(
 
 def _examine(subject: Subject, open_engine: OpenEngine) -> Iterator[Finding]:
     with BackgroundLoop() as loop:
-        earned = loop.run(play_probes(subject, loop.run(find_reference(subject))))
+        earnings = loop.run(play_probes(subject, loop.run(find_reference(subject))))
         if all(rollout.status is RolloutStatus.FAILED for rollout in subject.played):
             return
         yield from _all(loop, examine_tools(subject, subject.tools))
-        is_scored = earned.has_rewards or not subject.rewards.compares_groups
-        yield from _all(loop, examine_columns(subject, earned, is_scored=is_scored))
+        is_scored = earnings.has_rewards or not subject.rewards.compares_groups
+        yield from _all(loop, examine_columns(subject, earnings, is_scored=is_scored))
         if is_scored:
-            yield from _all(loop, examine_probes(earned))
-            yield from _all(loop, examine_exploits(subject, earned))
+            yield from _all(loop, examine_probes(earnings))
+            yield from _all(loop, examine_exploits(subject, earnings))
         else:
             sentence = (
                 "a scripted answer is a group of its own, to which the rewards do not apply, so none was tried; "
                 "the rewards of groups are those of the engine's episodes below."
             )
             yield Finding(check="rewards of answers", verdict=Verdict.NOTE, sentence=sentence, measured="not checked")
-        yield from _all(loop, examine_again(subject, earned))
+        yield from _all(loop, examine_again(subject, earnings))
     if subject.hanging_tools:
         names = ", ".join(subject.hanging_tools)
         sentence = f"no episodes of the engine were played, because each call of {names} takes its whole time limit."
@@ -107,7 +107,7 @@ def _examine(subject: Subject, open_engine: OpenEngine) -> Iterator[Finding]:
     with ExitStack() as stack:
         with subject.watch.journal.doing("the start of the engine", limit_s=START_LIMIT_S):
             engine = stack.enter_context(open_engine(subject.config))
-        yield from _all(engine.loop, examine_episodes(subject, engine, earned))
+        yield from _all(engine.loop, examine_episodes(subject, engine, earnings))
 
 
 def _all(loop: BackgroundLoop, found: AsyncIterator[Finding]) -> Iterator[Finding]:
@@ -122,67 +122,65 @@ def _all(loop: BackgroundLoop, found: AsyncIterator[Finding]) -> Iterator[Findin
 
 def _contract(subject: Subject) -> Finding:
     check, faults = "environment keeps its contract", [f for f in subject.watch.faults if f.kind is not FaultKind.HUNG]
-    failed = [rollout for rollout in subject.played if rollout.status is RolloutStatus.FAILED]
-    unstarted = [
+    failures = [rollout for rollout in subject.played if rollout.status is RolloutStatus.FAILED]
+    overlong = [
         rollout for rollout in subject.played if rollout.status is RolloutStatus.CONTEXT_FULL and not rollout.calls
     ]
-    measured = f"{len(subject.played)} scripted episodes, {len(failed)} failed"
+    measurement = f"{len(subject.played)} scripted episodes, {len(failures)} failed"
     if faults:
         first = faults[0]
         after = f" after {first.after}" if first.after else ""
         sentence = f"{first.place} {first.text}{after} ({len(faults)} such calls)."
         if first.kind is not FaultKind.CHANGED_ROW:
             sentence += " In training this costs the episode: answer what the model does wrong with a message."
-        return failure(check, sentence, measured)
-    if failed and not subject.watch.faults:
-        return failure(check, f"{len(failed)} episodes failed, the first with: {failed[0].error}.", measured)
-    if unstarted:
+        return failure(check, sentence, measurement)
+    if failures and not subject.watch.faults:
+        return failure(check, f"{len(failures)} episodes failed, the first with: {failures[0].error}.", measurement)
+    if overlong:
         limit = subject.config.rollout.max_model_len
-        sentence = (
-            f"the first prompt of {len(unstarted)} episodes does not fit rollout.max_model_len={limit}; raise it."
-        )
-        return failure(check, sentence, measured)
-    return Finding(check=check, measured=measured)
+        sentence = f"the first prompt of {len(overlong)} episodes does not fit rollout.max_model_len={limit}; raise it."
+        return failure(check, sentence, measurement)
+    return Finding(check=check, measured=measurement)
 
 
 def _ends(subject: Subject) -> Finding:
     check, number = "episodes end by themselves", len(subject.played)
-    ended = sum(rollout.status is not RolloutStatus.MAX_TURNS for rollout in subject.played)
-    measured = f"{ended} of {number} scripted episodes"
-    if ended or not number or subject.options.player:  # whose play may need the whole length
-        return Finding(check=check, measured=measured)
+    num_ended = sum(rollout.status is not RolloutStatus.MAX_TURNS for rollout in subject.played)
+    measurement = f"{num_ended} of {number} scripted episodes"
+    if num_ended or not number or subject.options.player:  # whose play may need the whole length
+        return Finding(check=check, measured=measurement)
     limit = subject.config.max_turns
     sentence = (
         f"every scripted episode, whatever was said, ended at environment.max_turns={limit}: return Step(done=True) "
         f"when there is an answer, or raise the limit; if it is meant to end them, add --accept '{check}'."
     )
-    return failure(check, sentence, measured)
+    return failure(check, sentence, measurement)
 
 
 def _deadlines(subject: Subject) -> Finding:
     check, limit_s = "calls return in time", subject.options.deadline_s
     hung = [fault for fault in subject.watch.faults if fault.kind is FaultKind.HUNG]
     slowest = max(
-        ((max(taken), place) for place, taken in subject.watch.seconds.items() if taken), default=(0.0, "none")
+        ((max(times), place) for place, times in subject.watch.seconds.items() if times), default=(0.0, "none")
     )
-    measured = f"the slowest, {slowest[1]}, took {slowest[0]:.3f} s"
+    measurement = f"the slowest, {slowest[1]}, took {slowest[0]:.3f} s"
     if hung:
         after = f" after {hung[0].after}" if hung[0].after else ""
-        return failure(check, f"{hung[0].place} {hung[0].text}{after}. Give what it waits for a limit.", measured)
+        return failure(check, f"{hung[0].place} {hung[0].text}{after}. Give what it waits for a limit.", measurement)
     if subject.hanging_tools:
         sentence = f"tool {', '.join(subject.hanging_tools)} does not return within the limit of a tool call."
-        return failure(check, sentence, measured)
+        return failure(check, sentence, measurement)
     if slowest[0] > limit_s / 2:
         sentence = f"{slowest[1]} needs more than half of --deadline {limit_s:g}."
-        return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured=measured)
-    return Finding(check=check, measured=measured)
+        return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured=measurement)
+    return Finding(check=check, measured=measurement)
 
 
 def _reward_errors(subject: Subject) -> Finding:
     check, errors = "reward functions answer", subject.errors
     number = sum(errors.values())
-    measured = f"{subject.num_scored} calls, {number} without a reward"
+    measurement = f"{subject.num_scored} calls, {number} without a reward"
     if not errors:
-        return Finding(check=check, measured=measured)
+        return Finding(check=check, measured=measurement)
     sentence = f"{number} of {subject.num_scored} episodes got no reward, the first because: {next(iter(errors))}."
-    return failure(check, sentence, measured)
+    return failure(check, sentence, measurement)

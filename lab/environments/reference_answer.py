@@ -69,12 +69,12 @@ class Reference:
 
 
 async def _ask(player: str, row: Row, messages: Sequence[Message]) -> Answer:
-    finished = await call_with_deadline(load_function(player), list(messages), dict(row), timeout_s=10.0)
-    if finished.error is not None:
-        raise DataError(f"--player {player} failed: {type(finished.error).__name__}: {finished.error}")
-    if not isinstance(finished.value, str | Mapping):
-        raise DataError(f"--player {player} returned {type(finished.value).__name__}; expected a text or a message")
-    return finished.value
+    result = await call_with_deadline(load_function(player), list(messages), dict(row), timeout_s=10.0)
+    if result.error is not None:
+        raise DataError(f"--player {player} failed: {type(result.error).__name__}: {result.error}")
+    if not isinstance(result.value, str | Mapping):
+        raise DataError(f"--player {player} returned {type(result.value).__name__}; expected a text or a message")
+    return result.value
 
 
 def in_form(value: Any, form: str) -> Answer:
@@ -126,23 +126,30 @@ async def find_reference(subject: Subject) -> Reference:
     best, most = Reference(column=column), float("-inf") if column is not None else 0.0
     for name in columns:
         for form in options.forms or FORMS:
-            tried = Reference(column=name, form=form)
-            earned = sum(reward_of(one) or 0.0 for one in await earn_reference(subject, tried, rows))
-            if earned > most + 1e-9:
-                best, most = tried, earned
+            candidate = Reference(column=name, form=form)
+            total = sum(reward_of(one) or 0.0 for one in await earn_reference(subject, candidate, rows))
+            if total > most + 1e-9:
+                best, most = candidate, total
     return best
 
 
 def prompt_columns(subject: Subject) -> set[str]:
     """Return columns from which the prompt is made."""
-    given = subject.config.environment.settings.get("prompt_column")
-    return {given} if isinstance(given, str) else set(PROMPT_COLUMNS)
+    column = subject.config.environment.settings.get("prompt_column")
+    return {column} if isinstance(column, str) else set(PROMPT_COLUMNS)
 
 
 def unrelated_columns(subject: Subject, reference: str | None) -> list[str]:
     """Return the columns that neither the prompt nor the reward is known to read."""
-    known = {*prompt_columns(subject), *PROMPT_COLUMNS, *subject.options.reads, reference, DATASET, "environment"}
-    return [column for column in subject.rows[0] if column not in known]
+    related_columns = {
+        *prompt_columns(subject),
+        *PROMPT_COLUMNS,
+        *subject.options.reads,
+        reference,
+        DATASET,
+        "environment",
+    }
+    return [column for column in subject.rows[0] if column not in related_columns]
 
 
 async def earn_reference(subject: Subject, reference: Reference, rows: Sequence[Row]) -> list[Rollout]:

@@ -47,13 +47,13 @@ class Earned:
 
 async def play_probes(subject: Subject, reference: Reference) -> Earned:
     """Play and score all probes on all rows."""
-    rows, earned = subject.rows, Earned(reference)
+    rows, earnings = subject.rows, Earned(reference)
 
     async def probe(name: str, answers: Sequence[Answer]) -> None:
-        earned.rollouts[name] = await subject.earn(rows, answers)
+        earnings.rollouts[name] = await subject.earn(rows, answers)
 
     await probe("empty answer", [""] * len(rows))
-    openings = [last_user_text(rollout) for rollout in earned.rollouts["empty answer"]]
+    openings = [last_user_text(rollout) for rollout in earnings.rollouts["empty answer"]]
     await probe("echoed prompt", openings)
     await probe("format only", [FORMAT_ONLY] * len(rows))
     answers: list[Answer] = ["yes"] * len(rows)
@@ -62,11 +62,11 @@ async def play_probes(subject: Subject, reference: Reference) -> Earned:
         if reference.form != "{answer}":
             await probe("empty form", [in_form("", reference.form)] * len(rows))
     if reference.is_known:
-        earned.rollouts["reference"] = await earn_reference(subject, reference, rows)
+        earnings.rollouts["reference"] = await earn_reference(subject, reference, rows)
     for times in REPEATS:
-        repeated = ["\n".join([answer] * times) if isinstance(answer, str) else answer for answer in answers]
-        await probe(f"repeated {times} times", repeated)
-    return earned
+        repetitions = ["\n".join([answer] * times) if isinstance(answer, str) else answer for answer in answers]
+        await probe(f"repeated {times} times", repetitions)
+    return earnings
 
 
 def last_user_text(rollout: Rollout) -> str:
@@ -85,50 +85,50 @@ async def examine_probes(earned: Earned) -> AsyncIterator[Finding]:
 
 
 def _nothing(earned: Earned, probe: str, effect: str, remedy: str) -> Finding:
-    check, measured = f"reward of an {probe}", _description(earned, probe)
+    check, measurement = f"reward of an {probe}", _description(earned, probe)
     paid = _count_above(earned.rewards(probe), 0.0)
     if not paid:
-        return _unless_all_failed(earned, probe, check, measured)
+        return _unless_all_failed(earned, probe, check, measurement)
     return failure(
-        check, f"an {probe} earns up to {earned.most(probe):.3g} in {paid} rows, so {effect}. {remedy}.", measured
+        check, f"an {probe} earns up to {earned.most(probe):.3g} in {paid} rows, so {effect}. {remedy}.", measurement
     )
 
 
 def _echo(earned: Earned) -> Finding:
     probe, check = "echoed prompt", "reward of the echoed prompt"
-    measured = _description(earned, probe)
+    measurement = _description(earned, probe)
     most, best = earned.most(probe), earned.most("reference")
     if most is None or most <= EPSILON:
-        return _unless_all_failed(earned, probe, check, measured)
+        return _unless_all_failed(earned, probe, check, measurement)
     sentence = (
         f"the text of the prompt earns up to {most:.3g} as an answer, so a policy can learn to copy it. Look for the "
         "answer only where the model has to put it (a tag, the last line), or take it out of the prompt."
     )
     if best is not None and most < MUCH * best:
-        return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured=measured)
-    return failure(check, sentence, measured)
+        return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured=measurement)
+    return failure(check, sentence, measurement)
 
 
 def _format_only(earned: Earned) -> Finding:
     check, probes = "reward of the format alone", ("format only", "empty form")
     rewards = [reward for probe in probes for reward in earned.rewards(probe)]
-    measured = _summary(rewards)
+    measurement = _summary(rewards)
     most = max((reward for reward in rewards if reward is not None), default=None)
     if most is None or most <= EPSILON:
-        return _unless_all_failed(earned, "format only", check, measured)
+        return _unless_all_failed(earned, "format only", check, measurement)
     best = earned.most("reference")
     if best is not None and most < best - EPSILON:
         sentence = f"the format without an answer earns up to {most:.3g} of {best:.3g}; small shares are safe."
-        return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured=measured)
+        return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence, measured=measurement)
     sentence = f"the format without an answer earns up to {most:.3g}, as much as a right answer. Check what it holds."
-    return failure(check, sentence, measured)
+    return failure(check, sentence, measurement)
 
 
 def _repetition(earned: Earned) -> Finding:
     check = "reward of a repeated answer"
     few, many = (earned.rewards(f"repeated {times} times") for times in REPEATS)
     once = earned.rewards("reference") or [None] * len(few)
-    measured = _summary([*few, *many])
+    measurement = _summary([*few, *many])
     for row, (single, some, more) in enumerate(zip(once, few, many, strict=True)):
         largest = max((value for value in (some, more) if value is not None), default=None)
         if largest is None:
@@ -138,14 +138,14 @@ def _repetition(earned: Earned) -> Finding:
                 f"in row {row} the repeated answer earns {largest:.3g}, the answer once {single:.3g}, so a policy "
                 "learns to repeat itself. Count an answer once, and bound the reward."
             )
-            return failure(check, sentence, measured)
+            return failure(check, sentence, measurement)
         if some is not None and more is not None and more > some + EPSILON and more > EPSILON:
             sentence = (
                 f"in row {row} the answer earns {some:.3g} if repeated {REPEATS[0]} times and {more:.3g} if repeated "
                 "further, so the reward grows without bound. Count an answer once."
             )
-            return failure(check, sentence, measured)
-    return Finding(check=check, measured=measured)
+            return failure(check, sentence, measurement)
+    return Finding(check=check, measured=measurement)
 
 
 def _reference(earned: Earned) -> Finding:
@@ -157,7 +157,7 @@ def _reference(earned: Earned) -> Finding:
         )
         return Finding(check=check, verdict=Verdict.NOTE, sentence=sentence)
     rewards = earned.rewards("reference")
-    measured = f"{_summary(rewards)}, {reference.source}"
+    measurement = f"{_summary(rewards)}, {reference.source}"
     poor = [row for row, reward in enumerate(rewards) if reward is None or reward <= EPSILON]
     if poor:
         cut = [row for row in poor if earned.rollouts["reference"][row].is_cut_off]
@@ -168,7 +168,7 @@ def _reference(earned: Earned) -> Finding:
             "different, say how with --form 'The answer is {answer}', --reference <column> or "
             "--player path/to/file.py:function; otherwise the reward does not recognize right answers."
         )
-        return failure(check, sentence, measured)
+        return failure(check, sentence, measurement)
     for probe in earned.rollouts:
         if probe == "reference" or probe.startswith("repeated"):
             continue
@@ -178,8 +178,8 @@ def _reference(earned: Earned) -> Finding:
                     f"in row {row} the probe {probe!r} earns {other:.3g}, more than the reference with {own:.3g}: the "
                     "best policy is not one that answers right."
                 )
-                return failure(check, sentence, measured)
-    return Finding(check=check, measured=measured)
+                return failure(check, sentence, measurement)
+    return Finding(check=check, measured=measurement)
 
 
 def _unless_all_failed(earned: Earned, probe: str, check: str, measured: str) -> Finding:
@@ -198,12 +198,12 @@ def _description(earned: Earned, probe: str) -> str:
 
 
 def _summary(rewards: Sequence[float | None]) -> str:
-    known = [reward for reward in rewards if reward is not None]
-    if not known:
+    values = [reward for reward in rewards if reward is not None]
+    if not values:
         return "no reward"
-    low, high = min(known), max(known)
+    low, high = min(values), max(values)
     text = f"{low:.3g}" if high - low <= EPSILON else f"{low:.3g} to {high:.3g}"
-    return text if len(known) == len(rewards) else f"{text}, {len(rewards) - len(known)} without a reward"
+    return text if len(values) == len(rewards) else f"{text}, {len(rewards) - len(values)} without a reward"
 
 
 def _answer_shown(rollout: Rollout) -> str:

@@ -90,11 +90,11 @@ class Subject:
 
         Raises `Hung` if a call of the environment did not return, unless it may hang.
         """
-        made: list[AnyEnvironment] = []
+        environments: list[AnyEnvironment] = []
         num_faults = len(self.watch.faults)
 
         async def answer(prompt_ids: Sequence[int]) -> Sequence[int]:
-            environment = environment_of(made[-1], row)
+            environment = environment_of(environments[-1], row)
             messages = environment.messages if isinstance(environment, Watched) else []
             tools = environment.tools if isinstance(environment, Watched) else ()
             self.tools = tools
@@ -104,7 +104,7 @@ class Subject:
             return self.chat.turn([*messages, turn], tools)[:-1]
 
         engine = ScriptedEngine(answer, max_model_len=self.config.rollout.max_model_len)
-        (rollout,) = await self.collect(engine, [row], samples=1, made=made)
+        (rollout,) = await self.collect(engine, [row], samples=1, made=environments)
         rollout = replace(rollout, group_id=len(self.played))  # a group of its own, whatever is scored with it
         self.played.append(rollout)
         if not may_hang and any(fault.kind is FaultKind.HUNG for fault in self.watch.faults[num_faults:]):
@@ -139,10 +139,10 @@ class Subject:
             except Exception as error:  # of a user's constructor
                 self._raised("the constructor", error)
                 raise
-            watched = watch_environment(environment, self.watch)
+            wrapper = watch_environment(environment, self.watch)
             if made is not None:
-                made.append(watched)
-            return watched
+                made.append(wrapper)
+            return wrapper
 
         sampler = Sampler(
             engine=engine,
@@ -182,9 +182,9 @@ class Subject:
 
         Raises `Hung` after `MAX_TIMEOUTS` calls of reward functions that did not return.
         """
-        scored = await self.rewards.score(rollouts, in_metrics=False, is_shaped=False)
+        scored_rollouts = await self.rewards.score(rollouts, in_metrics=False, is_shaped=False)
         sizes = Counter(rollout.group_id for rollout in rollouts)
-        for before, after in zip(rollouts, scored, strict=True):
+        for before, after in zip(rollouts, scored_rollouts, strict=True):
             is_alone = self.rewards.compares_groups and sizes[after.group_id] == 1
             if is_alone and after.cause is Cause.UNSCORED:
                 continue
@@ -197,7 +197,7 @@ class Subject:
             >= MAX_TIMEOUTS
         ):
             raise Hung
-        return scored
+        return scored_rollouts
 
     async def earn(self, rows: Sequence[Row], answers: Sequence[Answer]) -> list[Rollout]:
         """Play one answer per row and score the episodes."""

@@ -54,11 +54,11 @@ class Table:
         """Print the sentences or the JSON. Returns False if a check fails."""
         failures = [finding for finding in self.findings if finding.verdict is Verdict.FAILS]
         if self.as_json:
-            found = [
+            entries = [
                 {"check": one.check, "verdict": one.verdict, "measured": one.measured, "sentence": one.sentence}
                 for one in self.findings
             ]
-            print(json.dumps({"command": list(words), "ok": not failures, "findings": found}))
+            print(json.dumps({"command": list(words), "ok": not failures, "findings": entries}))
             return not failures
         print()
         for finding in self.findings:
@@ -193,10 +193,10 @@ def _line_of(stacks: str, user_file: str | None) -> str:
 
 
 def _crash(status: int | None, progress: Progress, output: str) -> Finding:
-    ended = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+    ending = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
     last = " | ".join(output.splitlines()[-KEPT_LINES:])
-    sentence = f"the process ended with {ended} during {progress.current}. Later checks were not made."
-    return failure("process survives", f"{sentence} Its last output: {last}" if last else sentence, ended)
+    sentence = f"the process ended with {ending} during {progress.current}. Later checks were not made."
+    return failure("process survives", f"{sentence} Its last output: {last}" if last else sentence, ending)
 
 
 def _own_lines(output: str) -> str:

@@ -30,11 +30,11 @@ async def examine_tools(subject: Subject, tools: Tools) -> AsyncIterator[Finding
     """Call each tool once in an episode of the first row, and yield one finding for each."""
     for tool in tools[:MAX_TOOLS]:
         function = tool.get("function", tool)
-        found = await _call(subject, str(function["name"]), sample_of(function.get("parameters") or {}))
-        if found.verdict is Verdict.OK:  # and once more without arguments, which must be answered as well
+        finding = await _call(subject, str(function["name"]), sample_of(function.get("parameters") or {}))
+        if finding.verdict is Verdict.OK:  # and once more without arguments, which must be answered as well
             other = await _call(subject, str(function["name"]), {})
-            found = other if other.verdict is Verdict.FAILS else found
-        yield found
+            finding = other if other.verdict is Verdict.FAILS else finding
+        yield finding
     if len(tools) > MAX_TOOLS:
         yield Finding(check="tools", verdict=Verdict.NOTE, measured=f"{MAX_TOOLS} of {len(tools)} were called")
 

@@ -139,7 +139,7 @@ class Watched:
     ) -> Any:
         place, watch = f"{type(self.inner).__name__}.{method}", self._watch
         what = f"{place} after {after}" if after else place
-        started = time.perf_counter()
+        start = time.perf_counter()
         try:
             with watch.journal.doing(what, limit_s=watch.limit_s):
                 async with asyncio.timeout(watch.limit_s) as deadline:
@@ -159,13 +159,13 @@ class Watched:
             text = f"raised {type(error).__name__}: {error_text(error)}"
             raise self._fault(place, FaultKind.RAISED, text, after) from error
         finally:
-            watch.seconds[place].append(time.perf_counter() - started)
+            watch.seconds[place].append(time.perf_counter() - start)
         if self._row != self._row_before:
-            changed = [
+            columns = [
                 name for name in {**self._row, **self._row_before} if self._row.get(name) != self._row_before.get(name)
             ]
             self._row = self._row_before  # once is enough
-            text = f"changed column {changed[0]!r} of the data row, which other episodes read; work on a copy"
+            text = f"changed column {columns[0]!r} of the data row, which other episodes read; work on a copy"
             self._watch.faults.append(Fault(place=place, kind=FaultKind.CHANGED_ROW, text=text, after=after))
         if problem := problem_of(value):
             raise self._fault(place, FaultKind.WRONG_TYPE, problem, after)

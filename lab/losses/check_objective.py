@@ -37,15 +37,15 @@ def check_objective(
     """
     torch.manual_seed(0)
     is_loss = not is_advantage(name)
-    declared = policy_loss_named(name) if is_loss else advantage_named(name)
-    settings = _settings(declared, words)
-    fields = settings if declared.given_in is None else {declared.given_in: settings}
+    objective = policy_loss_named(name) if is_loss else advantage_named(name)
+    settings = _settings(objective, words)
+    fields = settings if objective.given_in is None else {objective.given_in: settings}
     algorithm = {"loss" if is_loss else "advantage": name, **fields}
     update = partial(examine, algorithm, is_loss=is_loss)
-    _announce(name, "policy loss" if is_loss else "advantage", declared, settings)
-    if isinstance(declared, PolicyLoss):
-        return _print(examine_loss(declared, settings, update))
-    return _print(examine_advantage(declared, settings, update))
+    _announce(name, "policy loss" if is_loss else "advantage", objective, settings)
+    if isinstance(objective, PolicyLoss):
+        return _print(examine_loss(objective, settings, update))
+    return _print(examine_advantage(objective, settings, update))
 
 
 def _settings(declared: Declared, words: Sequence[str]) -> dict[str, Any]:
@@ -60,20 +60,20 @@ def _settings(declared: Declared, words: Sequence[str]) -> dict[str, Any]:
 
 def _announce(name: str, kind: str, declared: Declared, settings: dict[str, Any]) -> None:
     values = {key: argument.setting.default for key, argument in declared.arguments.items()} | settings
-    shown = ", ".join(f"{key}={typed(value)}" for key, value in values.items())
-    print(f"{name}: {kind}{f' with {shown}' if shown else ''}\n")
+    text = ", ".join(f"{key}={typed(value)}" for key, value in values.items())
+    print(f"{name}: {kind}{f' with {text}' if text else ''}\n")
 
 
 def _print(findings: Any) -> bool:
     """Print each finding as soon as it is made, then the sentences. Returns False if one is a failure."""
-    kept: list[Finding] = []
+    all_findings: list[Finding] = []
     for finding in findings:
         print(f"{finding.check:<48} {finding.verdict:<6}{finding.measured}".rstrip(), flush=True)
-        kept.append(finding)
-    sentences = dict.fromkeys((finding.verdict, finding.sentence) for finding in kept if finding.sentence)
+        all_findings.append(finding)
+    sentences = dict.fromkeys((finding.verdict, finding.sentence) for finding in all_findings if finding.sentence)
     print()
     for verdict, sentence in sentences:
         print(f"{verdict}: {safe_text(sentence)}")
-    num_failures = sum(finding.verdict is Verdict.FAILS for finding in kept)
-    print(f"{len(kept) - num_failures} of {len(kept)} checks passed")
+    num_failures = sum(finding.verdict is Verdict.FAILS for finding in all_findings)
+    print(f"{len(all_findings) - num_failures} of {len(all_findings)} checks passed")
     return not num_failures

@@ -49,22 +49,22 @@ def examine_update(algorithm: Mapping[str, Any], cause: str | None = None, *, is
     """
     logging.getLogger(start_processes.__module__).setLevel(logging.ERROR)  # it reports every rank that it ends
     with tempfile.TemporaryDirectory(prefix="lockstep-update-") as directory:
-        started = [_start(num_ranks, algorithm, Path(directory)) for num_ranks in NUM_RANKS]
+        contexts = [_start(num_ranks, algorithm, Path(directory)) for num_ranks in NUM_RANKS]
         try:
             deadline = time.monotonic() + TIMEOUT_S
             reports = {
                 num_ranks: _joined(context, num_ranks, Path(directory), deadline)
-                for num_ranks, context in zip(NUM_RANKS, started, strict=True)
+                for num_ranks, context in zip(NUM_RANKS, contexts, strict=True)
             }
         finally:
-            for process in (process for context in started for process in context.processes):
+            for process in (process for context in contexts for process in context.processes):
                 process.kill()
                 process.join()
-    expected = reports[1]
-    if isinstance(expected, str):
-        yield failure("update, 1 rank", f"The trainer's update fails with {expected}.")
+    baseline = reports[1]
+    if isinstance(baseline, str):
+        yield failure("update, 1 rank", f"The trainer's update fails with {baseline}.")
         return
-    whole = expected.gradients[ONE_MICROBATCH.name]
+    whole = baseline.gradients[ONE_MICROBATCH.name]
     for num_ranks, report in reports.items():
         if isinstance(report, str):
             yield failure(f"update, {num_ranks} ranks", f"The trainer's update fails with {report}.")
@@ -72,22 +72,22 @@ def examine_update(algorithm: Mapping[str, Any], cause: str | None = None, *, is
         for division in divisions_of(num_ranks):
             if division is ONE_MICROBATCH:
                 continue
-            found = report.gradients[division.name]
-            changes = {name: change(gradient, whole[name]) for name, gradient in found.items()}
+            gradients = report.gradients[division.name]
+            changes = {name: change(gradient, whole[name]) for name, gradient in gradients.items()}
             worst = max(changes, key=lambda name: changes[name])
-            check, measured = f"update, {division.name}", f"{changes[worst]:.0e}"
+            check, measurement = f"update, {division.name}", f"{changes[worst]:.0e}"
             if changes[worst] <= TOLERANCE:
-                yield Finding(check=check, measured=measured)
+                yield Finding(check=check, measured=measurement)
                 continue
             because = cause or f"{'the loss' if is_loss else 'the advantage'} depends on the division of the step"
             yield failure(
                 check,
                 f"With {division.name} and algorithm.normalizer={worst} the gradient of the trainer's update changes "
                 f"by {changes[worst]:.0%} against one microbatch: {because}.",
-                measured,
+                measurement,
             )
     if is_loss:
-        yield _at_extremes(expected)
+        yield _at_extremes(baseline)
 
 
 def _at_extremes(report: RankReport) -> Finding:
@@ -128,9 +128,9 @@ def _joined(context: ProcessContext, num_ranks: int, directory: Path, deadline: 
                 return RankReport(**torch.load(directory / f"report-{num_ranks}", weights_only=True))
     except ProcessException as lost:
         error = str(lost).strip().rpartition("\n")[2]
-    failed = [path.with_suffix(".error") for path in stages if path.with_suffix(".error").is_file()]
+    error_files = [path.with_suffix(".error") for path in stages if path.with_suffix(".error").is_file()]
     stage = next((path.read_text() for path in stages if path.is_file()), "the start of its processes")
-    return f"{stage}: {failed[0].read_text() if failed else error}"
+    return f"{stage}: {error_files[0].read_text() if error_files else error}"
 
 
 def _run(rank: int, num_ranks: int, port: int, algorithm: Mapping[str, Any], directory: Path) -> None:

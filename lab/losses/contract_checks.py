@@ -78,12 +78,12 @@ def check_sums(examined: ExaminedLoss) -> Finding:
 def check_own_token(examined: ExaminedLoss) -> Finding:
     """Compare the losses of every second token with and without the others in the microbatch."""
     name = "a token's loss without the others"
-    chosen = slice(None, None, 2)
-    all_T, alone_T = examined.values(examined.inputs()), examined.values(examined.inputs(chosen))
-    whole_T = all_T[chosen]
-    changed = change(alone_T, whole_T)
-    if changed <= TOLERANCE:
-        return Finding(check=name, measured=f"{changed:.0e}")
+    selection = slice(None, None, 2)
+    all_T, alone_T = examined.values(examined.inputs()), examined.values(examined.inputs(selection))
+    whole_T = all_T[selection]
+    shift = change(alone_T, whole_T)
+    if shift <= TOLERANCE:
+        return Finding(check=name, measured=f"{shift:.0e}")
     ratios_T = (alone_T / whole_T)[whole_T.abs() > 1e-9]
     if examined.shared is not None:
         advice = "return the losses before they are added up or averaged"
@@ -95,9 +95,9 @@ def check_own_token(examined: ExaminedLoss) -> Finding:
         advice = "use values of the token alone, and `sequence_log_ratio` for a mean over its rollout"
     return failure(
         name,
-        f"The losses of {len(alone_T)} tokens change by {changed:.0%} when the other {len(all_T) - len(alone_T)} leave "
+        f"The losses of {len(alone_T)} tokens change by {shift:.0%} when the other {len(all_T) - len(alone_T)} leave "
         f"the microbatch, so {examined.shared}; {advice}.",
-        f"{changed:.0e}",
+        f"{shift:.0e}",
     )
 
 
@@ -106,10 +106,8 @@ def check_inputs(examined: ExaminedLoss) -> Finding:
     inputs = examined.inputs()
     before = {key: value.clone() for key, value in _tensors(inputs).items()}
     examined(inputs)
-    changed = [key for key, value in _tensors(inputs).items() if not torch.equal(value, before[key])]
-    return (
-        failure(name, f"It changes {', '.join(changed)} in place; work on a copy.") if changed else Finding(check=name)
-    )
+    keys = [key for key, value in _tensors(inputs).items() if not torch.equal(value, before[key])]
+    return failure(name, f"It changes {', '.join(keys)} in place; work on a copy.") if keys else Finding(check=name)
 
 
 def check_repetition(examined: ExaminedLoss) -> Finding:
@@ -139,20 +137,20 @@ def check_ratio(examined: ExaminedLoss) -> Finding:
 def check_communication(examined: ExaminedLoss) -> Finding:
     """Look for names of torch.distributed in the code of the loss, and of functions of its file that it calls."""
     name = "no communication between ranks"
-    found = sorted(one for one in _names_in(examined.loss.function) if one.startswith(COLLECTIVES))
-    if not found:
+    names = sorted(one for one in _names_in(examined.loss.function) if one.startswith(COLLECTIVES))
+    if not names:
         return Finding(check=name)
     return failure(
         name,
-        f"It uses {', '.join(found)} of torch.distributed, so the gradient depends on the number of ranks, and ranks "
+        f"It uses {', '.join(names)} of torch.distributed, so the gradient depends on the number of ranks, and ranks "
         "with different numbers of microbatches wait for each other; leave it out, because the trainer counts tokens "
         "over all ranks.",
     )
 
 
 def _tensors(inputs: LossInputs) -> dict[str, Tensor]:
-    found = {one.name: getattr(inputs, one.name) for one in fields(inputs)}
-    return {name: value.detach() for name, value in found.items() if isinstance(value, Tensor)}
+    values = {one.name: getattr(inputs, one.name) for one in fields(inputs)}
+    return {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _names_in(function: Callable[..., Any]) -> set[str]:
@@ -160,13 +158,13 @@ def _names_in(function: Callable[..., Any]) -> set[str]:
     function = inspect.unwrap(function)
     if not inspect.isfunction(function):
         return set()
-    known: set[CodeType] = set()
+    codes: set[CodeType] = set()
     names: set[str] = set()
 
     def read(code: CodeType) -> None:
-        if code in known:
+        if code in codes:
             return
-        known.add(code)
+        codes.add(code)
         names.update(code.co_names)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):

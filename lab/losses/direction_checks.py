@@ -26,24 +26,24 @@ def check_first_update(examined: ExaminedLoss) -> Iterator[Finding]:
     slope_T = examined.gradient(examined.tokens(torch.zeros_like(advantages_T), advantages_T, rollout_T))
     is_trained_T = slope_T != 0
     num_rollouts = len(rollout_T[is_trained_T].unique())
-    measured = f"{num_rollouts} of {len(LENGTHS)} rollouts, {int(is_trained_T.sum())} of {len(slope_T)} tokens"
+    counts = f"{num_rollouts} of {len(LENGTHS)} rollouts, {int(is_trained_T.sum())} of {len(slope_T)} tokens"
     is_one_sign = any(torch.equal(is_trained_T, sign * advantages_T > 0) for sign in (1, -1))
     if num_rollouts == 0:
         sentence = "so nothing is trained with one update per rollout batch, the default."
         yield failure(name, f"The gradient is 0 at π_θ = π_old, {sentence}")
     elif bool(is_trained_T.all()) or examined.loss.step_values is not None:  # which may choose tokens
-        yield Finding(check=name, measured=measured)
+        yield Finding(check=name, measured=counts)
     elif is_one_sign:  # some algorithms train right answers alone
         sentence = f"Only tokens whose advantage is {'above' if bool(is_trained_T[0]) else 'below'} 0 are trained."
-        yield Finding(check=name, verdict=Verdict.NOTE, sentence=sentence, measured=measured)
+        yield Finding(check=name, verdict=Verdict.NOTE, sentence=sentence, measured=counts)
     else:
         first = int(is_trained_T.logical_not().nonzero()[0])
         yield failure(
             name,
-            f"Only {measured} have a gradient at π_θ = π_old, so the others are not trained. The first without one is "
+            f"Only {counts} have a gradient at π_θ = π_old, so the others are not trained. The first without one is "
             f"in rollout {int(rollout_T[first])}, with the advantage {float(advantages_T[first]):g}; train each token "
             "whose advantage is not 0.",
-            measured,
+            counts,
         )
     is_wrong_T = slope_T * advantages_T > 0
     effects = [
@@ -104,10 +104,10 @@ def check_pull(examined: ExaminedLoss) -> Finding:
     is_away_T = slope_T * moved_T < 0
     if not bool(is_away_T.any()):
         return Finding(check=name)
-    moved = float(moved_T[is_away_T][0])
+    shift = float(moved_T[is_away_T][0])
     return failure(
         name,
-        f"With the advantage 0, a token that became {'more' if moved > 0 else 'less'} likely (log ratio {moved:g}) is "
+        f"With the advantage 0, a token that became {'more' if shift > 0 else 'less'} likely (log ratio {shift:g}) is "
         "moved further away from the old policy: a penalty has the wrong sign, or is the log ratio itself, whose "
         "gradient is not that of a KL (write exp(-x) + x - 1, or x² / 2, of the log ratio x).",
     )

@@ -111,8 +111,8 @@ class ExaminedLoss:
 
     def _unchecked(self, inputs: LossInputs) -> Any:
         """Return the losses of a user's function as it returns them."""
-        found = self._function(inputs, **self.loss.values(settings_of(self.loss, self.settings)))
-        return found.loss_T if isinstance(found, LossOutputs) else found
+        outputs = self._function(inputs, **self.loss.values(settings_of(self.loss, self.settings)))
+        return outputs.loss_T if isinstance(outputs, LossOutputs) else outputs
 
 
 def _toy_step() -> tuple[StepInputs, Tensor]:
@@ -169,8 +169,8 @@ def slope(value: Tensor, by: Tensor) -> Tensor:
     """Return the gradient of a scalar, 0 where it has none."""
     if not value.requires_grad:
         return torch.zeros_like(by)
-    (found,) = torch.autograd.grad(value, by, allow_unused=True)
-    return torch.zeros_like(by) if found is None else found
+    (gradient,) = torch.autograd.grad(value, by, allow_unused=True)
+    return torch.zeros_like(by) if gradient is None else gradient
 
 
 def change(found: Tensor, expected: Tensor) -> float:

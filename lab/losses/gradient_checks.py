@@ -36,8 +36,8 @@ def check_weights(examined: ExaminedLoss) -> Finding:
         return Finding(check=name, measured="none")
     plain_T = examined.values(replace(inputs, weights_T=None))
     assert inputs.sampling_logp_T is not None
-    moved = replace(inputs, weights_T=None, sampling_logp_T=inputs.sampling_logp_T - 0.3)
-    if not torch.equal(examined.values(moved), plain_T):
+    shifted_inputs = replace(inputs, weights_T=None, sampling_logp_T=inputs.sampling_logp_T - 0.3)
+    if not torch.equal(examined.values(shifted_inputs), plain_T):
         return failure(
             name,
             "The losses change with sampling_logp_T, and the weights of the rollout correction are π_old / μ already, "
@@ -72,16 +72,16 @@ def check_finite_differences(examined: ExaminedLoss) -> Finding:
         return failure(name, f"Finite differences cannot be taken: {error}.")
     error_T = (gradient_T - expected_T).abs() / expected_T.abs().max().clamp(min=1e-6)
     worst = int(error_T.argmax())
-    measured = f"{float(error_T[worst]):.0e}"
+    measurement = f"{float(error_T[worst]):.0e}"
     if error_T[worst] <= 1e-5:
-        return Finding(check=name, measured=measured)
+        return Finding(check=name, measured=measurement)
     return failure(
         name,
         f"At logp {float(logp_T[worst].detach()):.3f}, old logp {float(inputs.old_logp_T[worst]):.3f} and advantage "
         f"{float(inputs.advantages_T[worst]):.3f}, autograd gives the slope {float(gradient_T[worst]):.4g} and finite "
         f"differences {float(expected_T[worst]):.4g}: a hand-written backward is wrong, or a value depends on logp_T "
         "in a way that autograd does not see.",
-        measured,
+        measurement,
     )
 
 

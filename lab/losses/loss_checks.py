@@ -64,20 +64,20 @@ def examine_loss(
     A loss that fails, changes its inputs or draws random numbers is not examined further, because the other checks
     would blame something else. A loss that returns one number is.
     """
-    examined = ExaminedLoss(loss, settings)
-    yield (found := check_outputs(examined))
-    if found.verdict is Verdict.FAILS:
-        if not examined.returns_number():
+    examined_loss = ExaminedLoss(loss, settings)
+    yield (finding := check_outputs(examined_loss))
+    if finding.verdict is Verdict.FAILS:
+        if not examined_loss.returns_number():
             return
-        examined.expand_number()
+        examined_loss.expand_number()
     for check in (check_inputs, check_repetition):
-        yield (found := check(examined))
-        if found.verdict is Verdict.FAILS:
+        yield (finding := check(examined_loss))
+        if finding.verdict is Verdict.FAILS:
             return
     for check in CHECKS:
         try:
-            found = check(examined)
-            yield from [found] if isinstance(found, Finding) else found
+            finding = check(examined_loss)
+            yield from [finding] if isinstance(finding, Finding) else finding
         except LockstepError as error:
             yield failure(check.__name__.removeprefix("check_").replace("_", " "), f"{error}.")
-    yield from update(examined.shared)
+    yield from update(examined_loss.shared)

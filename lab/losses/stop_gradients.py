@@ -54,10 +54,10 @@ def finite_differences(function: Callable[[Tensor], Tensor], at: Tensor, *, widt
         function(at.clone().requires_grad_())
 
     def value(place: int, shift: float) -> float:
-        moved = at.clone()
-        moved[place] += shift
+        point = at.clone()
+        point[place] += shift
         with StopGradients(base.found):
-            result = function(moved.requires_grad_())
+            result = function(point.requires_grad_())
         return float(result.detach())
 
     slopes = [(value(place, width) - value(place, -width)) / (2 * width) for place in range(len(at))]

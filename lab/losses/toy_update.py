@@ -81,8 +81,8 @@ class KeptGradient(Distributed):
     gradient: Tensor
 
     def step(self, lr: float, grad_norm: float, *, critic_only: bool = False) -> None:
-        found = [parameter.grad for parameter in self.unwrapped.parameters() if parameter.grad is not None]
-        self.gradient = torch.cat([gradient.flatten() for gradient in found]).double()
+        gradients = [parameter.grad for parameter in self.unwrapped.parameters() if parameter.grad is not None]
+        self.gradient = torch.cat([gradient.flatten() for gradient in gradients]).double()
         self.discard_gradients()
 
 
@@ -118,21 +118,21 @@ def report_of(
     if config.plan.has_critic:  # a new head is 0 everywhere
         nn.init.normal_(list(module.parameters())[-1], std=0.3, generator=torch.Generator().manual_seed(1))
     batch, targets, extreme = toy_step(module, config.algorithm)
-    prepared = distributed.prepare(module, torch.optim.SGD(module.parameters()))
+    prepared_module = distributed.prepare(module, torch.optim.SGD(module.parameters()))
     report = RankReport()
     for division in divisions_of(distributed.world_size):
         begin(division.name)
         config.share_prefixes = "auto" if division.shares_prefixes else "never"
-        config.token_budget = token_budget(division, batch, prepared, distributed)
+        config.token_budget = token_budget(division, batch, prepared_module, distributed)
         report.gradients[division.name] = {}
         for normalizer in NORMALIZERS:
             config.algorithm.normalizer = normalizer
-            Updater(prepared, distributed, config).update(batch, targets)
+            Updater(prepared_module, distributed, config).update(batch, targets)
             report.gradients[division.name][normalizer] = distributed.gradient
     if not with_extremes:
         return report
     begin("extreme log ratios")
-    metrics = Updater(prepared, distributed, config).update(batch, extreme).metrics
+    metrics = Updater(prepared_module, distributed, config).update(batch, extreme).metrics
     return replace(report, extreme_norm=metrics["optim/grad_norm"])
 
 
@@ -228,9 +228,9 @@ def _scores(module: nn.Module, batch: StepBatch, *, with_values: bool) -> tuple[
     """Return (N,) logprobs and values row by row, in the same bits on every rank."""
     arguments = {"with_values": True} if with_values else {}
     with torch.no_grad():
-        found = [module(collate([row], [0]), with_entropy=False, **arguments) for row in batch.rows]
-    logp_N = torch.cat([outputs[0] for outputs in found])
-    return logp_N, torch.cat([outputs[2] for outputs in found]) if with_values else None
+        results = [module(collate([row], [0]), with_entropy=False, **arguments) for row in batch.rows]
+    logp_N = torch.cat([outputs[0] for outputs in results])
+    return logp_N, torch.cat([outputs[2] for outputs in results]) if with_values else None
 
 
 def _sampled_with(batch: StepBatch, logp_N: Tensor) -> StepBatch:

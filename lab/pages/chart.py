@@ -160,8 +160,8 @@ def _curve(curve: Curve, color: int, x_axis: _Axis, y_axis: _Axis) -> Markup:
             for (x, y), half in list(zip(curve.points, curve.band, strict=True))[::order]
         ]
         parts.append(Markup('<path class="band s{}" d="{}Z"/>').format(color, _path(edges)))
-    dashed = " dashed" if curve.is_dashed else ""
-    parts.append(Markup('<path class="line s{}{}" d="{}"/>').format(color, dashed, _path(places)))
+    style = " dashed" if curve.is_dashed else ""
+    parts.append(Markup('<path class="line s{}{}" d="{}"/>').format(color, style, _path(places)))
     for (x, y), (update, value) in zip(places, curve.points, strict=True):
         words = f"update {update:g}: {curve.name} {value:.6g}"
         is_alone = "" if len(places) > 1 else " alone"

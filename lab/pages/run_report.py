@@ -68,8 +68,8 @@ def facts(run: SavedRun) -> Iterator[str]:
     yield str(run.setting("data.path"))
     commit = run.provenance.get("code", {}).get("commit")
     if commit:
-        changed = " with changes" if run.provenance["code"].get("is_changed") else ""
-        yield f"commit {commit[:10]}{changed}"
+        suffix = " with changes" if run.provenance["code"].get("is_changed") else ""
+        yield f"commit {commit[:10]}{suffix}"
 
 
 def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
@@ -91,11 +91,11 @@ def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
     seconds = sum(run.values("time/step"))
     if seconds:
         yield "time in steps", duration(seconds)
-    sampled = sum(run.values("rollout/sampled_tokens"))
-    if sampled:
-        yield "sampled tokens", f"{sampled:,.0f}"
+    num_sampled = sum(run.values("rollout/sampled_tokens"))
+    if num_sampled:
+        yield "sampled tokens", f"{num_sampled:,.0f}"
         if seconds:
-            yield "tokens per second", number(sampled / seconds)
+            yield "tokens per second", number(num_sampled / seconds)
     kl = run.values(PREFIX + "kl")
     if kl:
         yield "|kl|, largest", number(max(map(abs, kl)))
@@ -127,11 +127,11 @@ def learning_charts(run: SavedRun) -> Iterator[Chart]:
     yield Chart(title="Length", unit="tokens", curves=curves(run, lengths), limits=(0.0, None))
     statuses = ("completed", "max_turns", "truncated", "context_full", "failed")
     ends = curves(run, {name.replace("_", " "): f"rollout/{name}_fraction" for name in statuses})
-    happened = [curve for curve in ends if any(value for _, value in curve.points)]
-    yield Chart(title="How episodes end", unit="share", curves=happened, limits=(0.0, 1.0))
+    end_curves = [curve for curve in ends if any(value for _, value in curve.points)]
+    yield Chart(title="How episodes end", unit="share", curves=end_curves, limits=(0.0, 1.0))
     causes = sorted({name for line in run.lines for name, count in line.items() if name.startswith(DROPPED) and count})
-    lost = {name.removeprefix(DROPPED): name for name in causes if name != f"{DROPPED}fraction"}
-    yield Chart(title="Rollouts that are not trained", unit="", curves=curves(run, lost), limits=(0.0, None))
+    drops = {name.removeprefix(DROPPED): name for name in causes if name != f"{DROPPED}fraction"}
+    yield Chart(title="Rollouts that are not trained", unit="", curves=curves(run, drops), limits=(0.0, None))
     for title, unit, name, metric, limits in (
         ("Turns", "", "per rollout", "rollout/turns", (0.0, None)),
         ("Entropy", "nats", "policy", "policy/entropy", (0.0, None)),
@@ -186,13 +186,13 @@ def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
         + curves(run, {"raw": PREFIX + "raw_ess"}, is_dashed=True),
         limits=(0.0, 1.0),
     )
-    clipped = curves(run, {"clipped": PREFIX + "clipped_frac"})
-    yield Chart(title="Clipped weights", unit="share of tokens", curves=clipped, limits=(0.0, None))
-    flipped = curves(run, {"flipped": "router/flipped_frac"})
+    clip_curves = curves(run, {"clipped": PREFIX + "clipped_frac"})
+    yield Chart(title="Clipped weights", unit="share of tokens", curves=clip_curves, limits=(0.0, None))
+    flip_curves = curves(run, {"flipped": "router/flipped_frac"})
     yield Chart(
         title="Flipped routes",
         unit="share of (layer, token)",
-        curves=flipped,
+        curves=flip_curves,
         limits=(0.0, None),
         note="sets of experts that the trainer's routers would not have chosen",
     )

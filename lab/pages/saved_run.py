@@ -57,13 +57,13 @@ class SavedRun:
                 f"{path} is not the directory of a run with at least one step: expected config.yaml and metrics.jsonl "
                 "in it; name one, for example runs/latest"
             )
-        saved, rollouts, passed_over = read_newest_rollouts(run.rollouts)
+        newest_path, rollouts, passed_over = read_newest_rollouts(run.rollouts)
         return cls(
             name=path.resolve().name,
             config=OmegaConf.to_container(read_saved(run.config)),  # type: ignore[arg-type]
             lines=read_metrics(run.metrics),
             rollouts=rollouts,
-            rollouts_update=int(saved.stem.split("-")[1]) if saved else None,
+            rollouts_update=int(newest_path.stem.split("-")[1]) if newest_path else None,
             passed_over=passed_over,
             provenance=_provenance(run.provenance) if run.provenance.is_file() else {},
         )
@@ -77,9 +77,9 @@ class SavedRun:
 
     def evaluations(self) -> list[tuple[str, str]]:
         """Return the name of each evaluated data set and the metric with its mean reward."""
-        found = {name for line in self.lines for name in line if name.startswith("eval/")}
+        names = {name for line in self.lines for name in line if name.startswith("eval/")}
         sets = [
-            name.removeprefix("eval/").removesuffix("reward_mean") for name in found if name.endswith("/reward_mean")
+            name.removeprefix("eval/").removesuffix("reward_mean") for name in names if name.endswith("/reward_mean")
         ]
         return [(f"held out {name}".rstrip(" /"), f"eval/{name}reward_mean") for name in sorted(sets)]
 
@@ -120,34 +120,34 @@ class SavedRun:
 
     def extremes(self, count: int) -> tuple[list[Rollout], list[Rollout]]:
         """Return at most `count` worst and best rollouts of the newest saved step. Failed ones rank lowest."""
-        ranked = sorted(self.rollouts, key=_rank)
-        worst, best = ranked[: len(ranked) // 2], ranked[len(ranked) // 2 :][::-1]
+        ranking = sorted(self.rollouts, key=_rank)
+        worst, best = ranking[: len(ranking) // 2], ranking[len(ranking) // 2 :][::-1]
         return _varied(worst, count), _varied(best, count)
 
 
 def _provenance(path: Path) -> dict[str, Any]:
     """Read provenance.json. Raises `DataError`."""
     try:
-        found = json.loads(read_plain(path, errors="replace"))
-        code = found.get("code", {})
+        provenance = json.loads(read_plain(path, errors="replace"))
+        code = provenance.get("code", {})
         if not isinstance(code.get("commit"), str | None):
             raise TypeError("code.commit is not text")
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not the provenance of a run: {error}; delete it to see the rest") from error
-    return found
+    return provenance
 
 
 def _varied(ranked: Sequence[Rollout], count: int) -> list[Rollout]:
     """Return the first `count`, taking one rollout of each prompt before a second one of equal reward."""
-    shown: list[Rollout] = []
+    selection: list[Rollout] = []
     for _, equal in groupby(ranked, key=_rank):
-        seen: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         turns: list[tuple[int, Rollout]] = []
         for rollout in equal:
-            turns.append((seen[rollout.group_id], rollout))
-            seen[rollout.group_id] += 1
-        shown += [rollout for _, rollout in sorted(turns, key=lambda turn: turn[0])]
-    return shown[:count]
+            turns.append((counts[rollout.group_id], rollout))
+            counts[rollout.group_id] += 1
+        selection += [rollout for _, rollout in sorted(turns, key=lambda turn: turn[0])]
+    return selection[:count]
 
 
 def _rank(rollout: Rollout) -> tuple[bool, float]:

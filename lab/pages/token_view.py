@@ -57,8 +57,8 @@ def token_view(diagnosis: Diagnosis) -> str:
 
 def step_token_view(report: StepReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
     """Render some trainable rollouts of a training step, with the logprobs that it was trained with."""
-    shown = [rollout for rollout in report.rollouts if rollout.is_trainable][:STEP_ROLLOUTS]
-    return token_view(diagnose_step(shown, report.batch, report.logp_train_N, TokenTexts(tokenizer), config))
+    rollouts = [rollout for rollout in report.rollouts if rollout.is_trainable][:STEP_ROLLOUTS]
+    return token_view(diagnose_step(rollouts, report.batch, report.logp_train_N, TokenTexts(tokenizer), config))
 
 
 def script_json(value: Any) -> Markup:
@@ -72,8 +72,8 @@ def script_json(value: Any) -> Markup:
 def color_scale(cases: Sequence[CaseReport]) -> float:
     """Return the |d| of full color [nats]: the 95th percentile, rounded up to 1, 2 or 5 times a power of ten."""
     diffs = np.concatenate([np.zeros(1), *(case.scored.diff_N.abs().numpy() for case in cases)])
-    wanted = max(float(np.quantile(diffs, 0.95)), SMALLEST_SCALE)
-    return float(f"{round_up(wanted):.6g}")
+    scale = max(float(np.quantile(diffs, 0.95)), SMALLEST_SCALE)
+    return float(f"{round_up(scale):.6g}")
 
 
 def _rollouts(cases: Sequence[CaseReport]) -> list[dict[str, Any]]:

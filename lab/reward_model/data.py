@@ -83,7 +83,7 @@ def read_comparisons(
     """
     records = Rows.of(rows).records()
     read = every(((at, partial(_read, one, tokenizer, lengths)) for at, one in records), of=of)
-    comparisons = [found for _, found in read]
+    comparisons = [item for _, item in read]
     if all(len(set(comparison.sequences)) == 1 for comparison in comparisons):
         raise DataError(
             f"{of}: the responses of each row are the same tokens, so there is nothing to learn; expected others, also "
@@ -140,9 +140,9 @@ def _encode(prompt: Any, response: Any, tokenizer: PreTrainedTokenizerFast, leng
 
 def conversation(prompt: Any, response: Any) -> list[Mapping[str, Any]]:
     """Return the messages of a row that is not two texts."""
-    said = _messages(response, "assistant")
-    is_whole = bool(said) and said[0].get("role") != "assistant"
-    return [*said] if is_whole else [*_messages(prompt, "user"), *said]
+    completion = _messages(response, "assistant")
+    is_whole = bool(completion) and completion[0].get("role") != "assistant"
+    return [*completion] if is_whole else [*_messages(prompt, "user"), *completion]
 
 
 def query_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, lengths: Lengths) -> list[int]:

@@ -123,15 +123,15 @@ def save(
 def fold(state: dict[str, Tensor], module: RewardModel, normalization: Normalization) -> dict[str, Tensor]:
     """Fold the gain and, if possible, the bias into the state dict of `module.model`, in float64 before rounding."""
     weight = state["score.weight"].double() * normalization.gain
-    folded = {**state, "score.weight": weight.to(state["score.weight"].dtype)}
+    folded_state = {**state, "score.weight": weight.to(state["score.weight"].dtype)}
     place = bias_place(module)
     if place == "score.bias":
-        moved = state[place].double() * normalization.gain + normalization.bias
-        folded[place] = moved.to(state[place].dtype)
+        bias = state[place].double() * normalization.gain + normalization.bias
+        folded_state[place] = bias.to(state[place].dtype)
     elif place is not None:
         direction = weight[0] / weight[0].square().sum()
-        folded[place] = (state[place].double() + normalization.bias * direction).to(state[place].dtype)
-    return folded
+        folded_state[place] = (state[place].double() + normalization.bias * direction).to(state[place].dtype)
+    return folded_state
 
 
 def bias_place(module: RewardModel) -> str | None:

@@ -120,18 +120,18 @@ class RewardModelTraining:
     def _losses(self, comparisons: Sequence[Comparison]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return losses and sums for metrics; without comparisons, a zero that still reaches every parameter."""
         # A rank without comparisons runs a dummy: ZeRO-3 gathers parameters collectively.
-        chosen = comparisons or self._comparisons[:1]
+        items = comparisons or self._comparisons[:1]
         device = self._distributed.device
-        batch = pad([sequence for item in chosen for sequence in item.sequences]).to(device)
+        batch = pad([sequence for item in items for sequence in item.sequences]).to(device)
         scores = self._normalization(self._module(*batch))
-        widest = max(len(item.sequences) for item in chosen)
-        scores_BK = scores.new_zeros(len(chosen), widest)
-        present_BK = torch.zeros(len(chosen), widest, dtype=torch.bool, device=device)
-        for row, item in enumerate(chosen):
+        widest = max(len(item.sequences) for item in items)
+        scores_BK = scores.new_zeros(len(items), widest)
+        present_BK = torch.zeros(len(items), widest, dtype=torch.bool, device=device)
+        for row, item in enumerate(items):
             present_BK[row, : len(item.sequences)] = True
         scores_BK = scores_BK.masked_scatter(present_BK, scores)
-        best_B = torch.tensor([item.best for item in chosen], device=device)
-        margin_B = torch.tensor([item.margin for item in chosen], device=device)
+        best_B = torch.tensor([item.best for item in items], device=device)
+        margin_B = torch.tensor([item.margin for item in items], device=device)
         loss_B, metrics = best_of_n_loss(scores_BK, best_B, present_BK, margin_B)
         if not comparisons:
             return 0.0 * loss_B, {name: 0.0 * value for name, value in metrics.items()}
@@ -200,9 +200,9 @@ class RewardModelTraining:
         lengths = Lengths(query=data.query_tokens, response=data.response_tokens, total=data.max_tokens)
         rows = self._distributed.together(lambda: load_rows(path, split, say=self._say))
         order = np.random.default_rng(self._config.seed).permutation(len(rows)) if shuffled else np.arange(len(rows))
-        chosen = order[: data.max_comparisons].tolist()
+        indices = order[: data.max_comparisons].tolist()
         return self._distributed.together(
-            lambda: read_comparisons(rows.select(chosen), self._tokenizer, lengths, of=path)
+            lambda: read_comparisons(rows.select(indices), self._tokenizer, lengths, of=path)
         )
 
     def _make_directory(self) -> Path:
@@ -228,8 +228,10 @@ class RewardModelTraining:
     def _report(self, metrics: MetricsLog | None, numbers: dict[str, float]) -> None:
         if metrics is not None:
             metrics.write(self.num_updates, numbers)
-            shown = {name.rpartition("/")[2] if "eval/" not in name else name: value for name, value in numbers.items()}
-            self._say(f"update {self.num_updates:5d}  " + "  ".join(f"{k} {v:.4g}" for k, v in shown.items()))
+            values = {
+                name.rpartition("/")[2] if "eval/" not in name else name: value for name, value in numbers.items()
+            }
+            self._say(f"update {self.num_updates:5d}  " + "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
 
     def _say(self, text: str) -> None:
         if self._distributed.is_main:

@@ -65,18 +65,18 @@ def numeric(
     rel_tol, abs_tol: largest difference, as a share of the larger number and absolute; without them numbers must be
     equal, but for rounded decimals (`Number.equals`). Raises `DataError` if the reference is not one number.
     """
-    stated = only_number(reference(rollout, column))
-    if stated is None:
+    target = only_number(reference(rollout, column))
+    if target is None:
         raise DataError(
             f"numeric: column {column!r} holds {rollout.example[column]!r:.200}, expected one number such as 72, -1.5 "
             r"or 3/4, or a text with one, or with \boxed{72} or #### 72; mend the row, or choose another reward"
         )
     answer = rollout.answer
     if after is not None:
-        answered = first_number(next((part for part in reversed(answer.split(after)[1:]) if part.strip()), ""))
+        number = first_number(next((part for part in reversed(answer.split(after)[1:]) if part.strip()), ""))
     else:
-        answered = final_number(answer)
-    return float(answered is not None and answered.equals(stated, rel_tol=rel_tol, abs_tol=abs_tol))
+        number = final_number(answer)
+    return float(number is not None and number.equals(target, rel_tol=rel_tol, abs_tol=abs_tol))
 
 
 def regex(rollout: Rollout, *, pattern: str, full: bool = False) -> float:

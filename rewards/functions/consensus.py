@@ -69,10 +69,10 @@ class Consensus:
         texts = [rollout.answer for rollout in rollouts]
         answers = [read(text if self.tag is None else between_tags(text, self.tag) or "") for text in texts]
         kinds: list[int | None] = []
-        for found in answers:
-            known = [kind for kind in dict.fromkeys(kinds) if kind is not None] if found is not None else []
-            new = None if found is None else len(kinds)
-            kinds.append(next((kind for kind in known if is_same(answers[kind], found)), new))
+        for answer in answers:
+            known_kinds = [kind for kind in dict.fromkeys(kinds) if kind is not None] if answer is not None else []
+            new = None if answer is None else len(kinds)
+            kinds.append(next((kind for kind in known_kinds if is_same(answers[kind], answer)), new))
         return kinds
 
 

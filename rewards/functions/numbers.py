@@ -129,9 +129,9 @@ def final_number(text: str) -> Number | None:
 
     The whole content of the last `\boxed{}` must be the number. Words with digits (H2O, 5th) do not count.
     """
-    boxed = _last_box(text)
-    plain = _plain(text if boxed is None else boxed)
-    return _whole(plain) or (next(_in_prose(plain), None) if boxed is None and _PROSE.search(plain) else None)
+    box = _last_box(text)
+    plain = _plain(text if box is None else box)
+    return _whole(plain) or (next(_in_prose(plain), None) if box is None and _PROSE.search(plain) else None)
 
 
 def only_number(value: Any) -> Number | None:
@@ -264,8 +264,8 @@ def _in_prose(text: str, *, step: int = -1) -> Iterator[Number | None]:
             is_part = _FUNCTION.fullmatch(before) or _NOT_UNIT.fullmatch(after)
             word = f"{words[place]} {after}" if after in _SCALES else words[place]
             number = None if is_part else _whole(word, is_word=True)
-            joined = _JOINED if step < 0 else _JOINED[:2]  # behind a marker, `7 and 9 more` is 7
-            yield None if number is None or _is_joined(words, place, number, joined) else number
+            conjunctions = _JOINED if step < 0 else _JOINED[:2]  # behind a marker, `7 and 9 more` is 7
+            yield None if number is None or _is_joined(words, place, number, conjunctions) else number
 
 
 def _is_joined(words: Sequence[str], place: int, number: Number, joined: Sequence[str]) -> bool:

@@ -55,13 +55,13 @@ def code_tests(
     program = last_program(rollout.answer)
     if program is None:
         return 0.0
-    passed = 0
+    num_passed = 0
     for test in tests:
         ok = _passes(program, test, limits, unsafe)
         if not ok and not partial:
             return 0.0
-        passed += ok
-    return passed / len(tests)
+        num_passed += ok
+    return num_passed / len(tests)
 
 
 def last_program(answer: str) -> str | None:

@@ -56,21 +56,21 @@ def reasoning_gym(rollout: Rollout, *, tag: str = "answer") -> float:
     tag: the text in the last `<tag>...</tag>` of the last turn is the answer; without such a tag, the whole turn is.
     Raises `ConfigError` without reasoning-gym, `DataError` for a row of other data.
     """
-    held = json.loads(reference(rollout, COLUMN))
-    said = rollout.answer
-    tagged = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", said, re.DOTALL)
-    answer = tagged[-1].strip() if tagged else said
-    if held["task"] in EVALUATES and not is_harmless(answer):
+    record = json.loads(reference(rollout, COLUMN))
+    text = rollout.answer
+    matches = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+    answer = matches[-1].strip() if matches else text
+    if record["task"] in EVALUATES and not is_harmless(answer):
         answer = UNREADABLE_ANSWER
-    data = _scorer(held["task"], json.dumps(held["parameters"], sort_keys=True))
-    entry = read_entry(held)
+    data = _scorer(record["task"], json.dumps(record["parameters"], sort_keys=True))
+    entry = read_entry(record)
     try:
         return float(data.score_answer(answer, entry))
     except MemoryError:
         raise
     except Exception:  # some scorers do not expect every text; one that fails on the reference as well is broken
         if entry["answer"] is not None:
-            data.score_answer(str(entry["answer"]), read_entry(held))
+            data.score_answer(str(entry["answer"]), read_entry(record))
         return 0.0
 
 
@@ -90,16 +90,16 @@ def make_task(task: str, parameters: Mapping[str, Any], *, seed: int = 0, size: 
         raise ConfigError(
             f"{PREFIX}{task}: reasoning-gym has no such task{_closest(task, names)}; its tasks are {', '.join(names)}"
         )
-    known = {field.name: field for field in dataclasses.fields(DATASETS[task][1]) if field.name not in RESERVED}
+    fields = {field.name: field for field in dataclasses.fields(DATASETS[task][1]) if field.name not in RESERVED}
     for name, value in parameters.items():
-        if name not in known:
+        if name not in fields:
             raise ConfigError(
-                f"{PREFIX}{task} has no parameter {name}{_closest(name, list(known))}; it has "
-                f"{', '.join([*known, *RESERVED])}"
+                f"{PREFIX}{task} has no parameter {name}{_closest(name, list(fields))}; it has "
+                f"{', '.join([*fields, *RESERVED])}"
             )
-        if not _fits(value, known[name].type):
+        if not _fits(value, fields[name].type):
             raise ConfigError(
-                f"{PREFIX}{task}: {name}={value!r} must be {known[name].type}; set data.parameters.{name}"
+                f"{PREFIX}{task}: {name}={value!r} must be {fields[name].type}; set data.parameters.{name}"
             )
     try:
         return create_dataset(task, seed=seed, size=size, **parameters)
@@ -117,10 +117,10 @@ def write_entry(entry: Mapping[str, Any], task: str, parameters: Mapping[str, An
     """
     text = repr(dict(entry))
     try:
-        held = {"literal": text} if ast.literal_eval(text) == entry else {"entry": entry}
+        content = {"literal": text} if ast.literal_eval(text) == entry else {"entry": entry}
     except (ValueError, SyntaxError):
-        held = {"entry": entry}
-    return json.dumps({"task": task, "parameters": dict(parameters), **held})
+        content = {"entry": entry}
+    return json.dumps({"task": task, "parameters": dict(parameters), **content})
 
 
 def read_entry(held: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ def question_answer(rollout: Rollout, *, column: str = "answer", tag: str = "ans
     verl/utils/reward_score/qa_em.py.
     """
     references = _texts(reference(rollout, column), column)
-    found = rollout.outcome.get("answer")
-    answer = between_tags(rollout.answer, tag) if found is None else str(found)
+    outcome_answer = rollout.outcome.get("answer")
+    answer = between_tags(rollout.answer, tag) if outcome_answer is None else str(outcome_answer)
     return float(answer is not None and _normal(answer) in map(_normal, references))
 
 

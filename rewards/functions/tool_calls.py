@@ -22,12 +22,12 @@ def tool_calls_match(rollout: Rollout, *, column: str = "answer") -> float:
     turn = next(iter(rollout.sampled_turns), {})
     if turn.get("tool_call_errors"):
         return 0.0
-    made = [_call(call, column) for call in turn.get("tool_calls") or ()]
+    calls = [_call(call, column) for call in turn.get("tool_calls") or ()]
     for call in expected:
-        if call not in made:
+        if call not in calls:
             return 0.0
-        made.remove(call)
-    return float(not made)
+        calls.remove(call)
+    return float(not calls)
 
 
 def _list(value: Any, column: str) -> list[Any]:

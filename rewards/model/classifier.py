@@ -73,9 +73,9 @@ class RewardModel(nn.Module):
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         scores_B = torch.zeros(len(sequences))
         for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            batch = pad([sequences[i] for i in chosen]).to(device)
-            scores_B[chosen] = self(*batch).float().cpu()
+            indices = order[start : start + batch_size]
+            batch = pad([sequences[i] for i in indices]).to(device)
+            scores_B[indices] = self(*batch).float().cpu()
         return scores_B
 
 

@@ -39,7 +39,7 @@ class ModelSettings:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        expected = {
+        rules = {
             "input": (self.input in INPUTS, f"one of {', '.join(INPUTS)}"),
             "batch_size": (_is_count(self.batch_size, 1), "a whole number of at least 1"),
             "max_tokens": (_is_count(self.max_tokens, 1), "a whole number of at least 1"),
@@ -47,7 +47,7 @@ class ModelSettings:
             "rejected": (type(self.rejected) in (int, float) and math.isfinite(self.rejected), "a number"),
             "dtype": (self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
         }
-        for name, (is_sound, what) in expected.items():
+        for name, (is_sound, what) in rules.items():
             if not is_sound:
                 raise ConfigError(
                     f"reward.settings.model.{name}={getattr(self, name)}: expected {what}; leave it out for the default"

@@ -131,21 +131,21 @@ class WorkerPool:
 
     def load(self, spec: str, settings: Mapping[str, Any]) -> IsolatedReward:
         """Look the function up once in a worker. Raises `ConfigError` if it cannot be loaded or configured."""
-        cancelled = threading.Event()
+        cancellation = threading.Event()
         try:
-            scope = self._threads.submit(self._load, spec, settings, cancelled).result()
+            scope = self._threads.submit(self._load, spec, settings, cancellation).result()
         finally:
-            cancelled.set()
+            cancellation.set()
         return IsolatedReward(pool=self, spec=spec, settings=settings, scope=scope)
 
     async def judge(self, request: Mapping[str, Any], timeout_s: float) -> Judged:
         """Have a worker answer a request of `IsolatedReward.judge`; if this is cancelled, its worker is given up."""
-        cancelled = threading.Event()
-        future = self._threads.submit(self._judge, request, timeout_s, cancelled)
+        cancellation = threading.Event()
+        future = self._threads.submit(self._judge, request, timeout_s, cancellation)
         try:
             return await asyncio.wrap_future(future)
         finally:
-            cancelled.set()
+            cancellation.set()
 
     def close(self) -> None:
         """Kill all workers. Idempotent."""
@@ -168,11 +168,11 @@ class WorkerPool:
         try:
             worker.load(request["spec"], request["settings"], self._isolation.start_timeout_s, cancelled)
             reply = worker.ask(request, timeout_s, cancelled)
-            judged = _verdicts(reply, num_turns), *_measures(reply)
+            judgment = _verdicts(reply, num_turns), *_measures(reply)
             worker.has_judged = True
             if reply.get("retire"):
                 self._drop_worker()
-            return judged
+            return judgment
         except ConfigError as error:  # the file has changed since it was loaded first, or fails every other time
             problem = Verdict(outcome=Outcome.EXCEPTION, detail=str(error)[:500])
         except (_Died, _TimedOut) as error:
@@ -274,12 +274,12 @@ class _Worker:
         deadline = time.monotonic() + timeout_s
         call = secrets.token_hex(8)  # not in what an earlier function writes late
         unsent = memoryview(json.dumps({**request, "call": call}, default=_plain).encode() + b"\n")
-        received = bytearray()
-        while received.find(b"\n", len(RECEIVED)) < 0:
+        raw_reply = bytearray()
+        while raw_reply.find(b"\n", len(RECEIVED)) < 0:
             left = deadline - time.monotonic()
             if left <= 0 or cancelled.is_set():
                 raise _TimedOut(f"no answer in {timeout_s:g} s{self._output_end()}")
-            if len(received) > MAX_REPLY_BYTES:
+            if len(raw_reply) > MAX_REPLY_BYTES:
                 raise _Died(f"its process sent more than {MAX_REPLY_BYTES} bytes; verdicts have some hundred")
             self._connection.settimeout(min(left, CANCEL_POLL_S))
             try:
@@ -292,9 +292,9 @@ class _Worker:
             except ConnectionError:
                 chunk = b""
             if not chunk:
-                raise (_Died if received else _DiedIdle)(self._obituary())
-            received += chunk
-        return _parse(received, call)
+                raise (_Died if raw_reply else _DiedIdle)(self._obituary())
+            raw_reply += chunk
+        return _parse(raw_reply, call)
 
     def kill(self) -> None:
         """End it and everything in its process group, and wait for its end. Idempotent."""
@@ -370,8 +370,8 @@ def _verdict(entry: Mapping[str, Any], num_turns: int) -> Verdict:
         raise ValueError(f"{len(turns)} rewards for {num_turns} turns, with the sum {sum(turns)} for {value}")
     if (outcome is Outcome.VALUE) != math.isfinite(value):
         raise ValueError(f"a verdict {outcome} with value {value}")
-    logged = {str(column): logged_value(item) for column, item in entry.get("logged", {}).items()}
-    return Verdict(outcome=outcome, value=value, turns=turns, logged=logged, detail=str(entry["detail"])[:500])
+    columns = {str(column): logged_value(item) for column, item in entry.get("logged", {}).items()}
+    return Verdict(outcome=outcome, value=value, turns=turns, logged=columns, detail=str(entry["detail"])[:500])
 
 
 def _measures(reply: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, int]]:

@@ -51,8 +51,8 @@ def main() -> None:
     with socket.socket(fileno=connection_fd) as connection, connection.makefile("rb") as requests:
         for request in requests:
             connection.sendall(RECEIVED)
-            asked = json.loads(request)
-            reply = {**_answer(asked, functions), "call": asked["call"]}
+            command = json.loads(request)
+            reply = {**_answer(command, functions), "call": command["call"]}
             if os.getpid() != own_pid:
                 os._exit(0)  # a function forked, and its copy of this process returned as well
             _flush()
@@ -70,10 +70,10 @@ def _answer(request: Mapping[str, Any], functions: dict[str, BatchReward]) -> di
     rollouts = [from_json(rollout) for rollout in request["rollouts"]]
     num_turns = [rollout.num_turns if request["by_turn"] else None for rollout in rollouts]
     with measuring(Meter(num_updates=request["num_updates"])) as meter:
-        finished = _run(functions[key].calling(rollouts))
-    verdicts = judge_batch(finished, num_turns, dict(meter.columns))
+        result = _run(functions[key].calling(rollouts))
+    verdicts = judge_batch(result, num_turns, dict(meter.columns))
     # The traceback or the function's module may still hold what was allocated before a MemoryError.
-    retire = isinstance(finished.error, MemoryError) or _lacks_streams()
+    retire = isinstance(result.error, MemoryError) or _lacks_streams()
     measures = [dict(meter.sums), dict(meter.counts)]
     return {"verdicts": [asdict(verdict) for verdict in verdicts], "measures": measures, "retire": retire}
 

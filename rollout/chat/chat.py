@@ -158,8 +158,8 @@ class Chat:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included."""
         # A model's output layer may be padded beyond the vocabulary; such ids have no text.
-        known = [token for token in ids if 0 <= token < self._num_ids]
-        return str(self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        known_ids = [token for token in ids if 0 <= token < self._num_ids]
+        return str(self.tokenizer.decode(known_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _read(self, sampled_ids: Sequence[int], tools: Tools) -> Turn:
         ids = list(sampled_ids)

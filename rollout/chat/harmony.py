@@ -108,9 +108,9 @@ class HarmonyRenderer:
         """Return the ids of new messages and of the start of the next turn, after a closed one; None if unproven."""
         marker = {"role": "assistant", "content": word_not_in([new, tools])}
         dummy = [{"role": "user", "content": "x"}, marker]
-        ended = self._render(dummy, tools)
-        extended = self._render([*dummy, *new], tools, opens_turn=True)
-        return extended[len(ended) :] if extended[: len(ended)] == ended else None
+        dummy_ids = self._render(dummy, tools)
+        extended_ids = self._render([*dummy, *new], tools, opens_turn=True)
+        return extended_ids[len(dummy_ids) :] if extended_ids[: len(dummy_ids)] == dummy_ids else None
 
     def _library_keeps_history(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
@@ -144,7 +144,7 @@ class HarmonyRenderer:
 
 def _conversation(messages: Sequence[Mapping[str, Any]], tools: Tools) -> harmony.Conversation:
     system = harmony.SystemContent.new().with_reasoning_effort(harmony.ReasoningEffort.MEDIUM)
-    rendered = [harmony.Message.from_role_and_content(harmony.Role.SYSTEM, system)]
+    harmony_messages = [harmony.Message.from_role_and_content(harmony.Role.SYSTEM, system)]
     instructions = [message["content"] for message in messages if message["role"] in ("system", "developer")]
     if instructions or tools:
         developer = harmony.DeveloperContent.new()
@@ -152,10 +152,10 @@ def _conversation(messages: Sequence[Mapping[str, Any]], tools: Tools) -> harmon
             developer = developer.with_instructions("\n\n".join(instructions))
         if tools:
             developer = developer.with_function_tools([_tool_description(tool) for tool in tools])
-        rendered.append(harmony.Message.from_role_and_content(harmony.Role.DEVELOPER, developer))
+        harmony_messages.append(harmony.Message.from_role_and_content(harmony.Role.DEVELOPER, developer))
     for message in messages:
-        rendered.extend(to_harmony(message))
-    return harmony.Conversation.from_messages(rendered)
+        harmony_messages.extend(to_harmony(message))
+    return harmony.Conversation.from_messages(harmony_messages)
 
 
 def to_harmony(message: Mapping[str, Any]) -> Iterable[harmony.Message]:
@@ -229,11 +229,11 @@ def parse_harmony(text: str) -> Turn:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         is_reasoning = recipient is None and channel is not None and channel[1] == "analysis"
         if recipient is not None:
-            found = _read_call(recipient[1], body)
-            if isinstance(found, ToolCall):
-                calls.append(found)
+            result = _read_call(recipient[1], body)
+            if isinstance(result, ToolCall):
+                calls.append(result)
             else:
-                errors.append(found)
+                errors.append(result)
                 content.append(body)
         elif is_reasoning:
             reasoning.append(body)
@@ -264,8 +264,8 @@ def parity(tokenizer: PreTrainedTokenizerBase, renderer: HarmonyRenderer, messag
     position = next((index for index, (left, right) in pairs if left != right), None)
     if position is None:
         return f"openai-harmony and the chat template write the same {len(library)} tokens"
-    shown = [tokenizer.decode(ids[position : position + 8]) for ids in (library, template)]
+    texts = [tokenizer.decode(ids[position : position + 8]) for ids in (library, template)]
     return (
-        f"from token {position} on openai-harmony writes {shown[0]!r} and the chat template {shown[1]!r}; prompts of "
+        f"from token {position} on openai-harmony writes {texts[0]!r} and the chat template {texts[1]!r}; prompts of "
         "training are the library's"
     )

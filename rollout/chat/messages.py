@@ -33,7 +33,7 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     content that is not text.
     """
     names: dict[str, str] = {}
-    normalized = []
+    copies = []
     for index, message in enumerate(messages):
         role = message.get("role")
         if not isinstance(role, str):
@@ -48,8 +48,8 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             copy.pop("tool_calls", None)  # some templates only test for the key
         if role == "tool" and not copy.get("name") and copy.get("tool_call_id") in names:
             copy["name"] = names[copy["tool_call_id"]]
-        normalized.append(copy)
-    return normalized
+        copies.append(copy)
+    return copies
 
 
 def _text(content: Any, index: int) -> str:

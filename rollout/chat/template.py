@@ -127,8 +127,8 @@ class TemplateRenderer:
     def _prompt(self, conversation: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
         mask = self._encoder.mask_for([conversation, tools])
         plain = self._render(conversation, tools, opens_turn=True)
-        masked = self._render_masked(conversation, tools, mask, opens_turn=True) if mask.placeholders else plain
-        ids = self._encoder.encode(masked, mask, plain=plain)
+        masked_text = self._render_masked(conversation, tools, mask, opens_turn=True) if mask.placeholders else plain
+        ids = self._encoder.encode(masked_text, mask, plain=plain)
         if not ids:
             raise TemplateError(f"the chat template renders {len(conversation)} messages to nothing")
         return ids
@@ -192,39 +192,39 @@ class TemplateRenderer:
         turn = _dummy_turn(turn, marker)
         mask = self._encoder.mask_for([turn, between_words, tools])
         try:
-            turn, ended = self._render_ended(turn, tools, mask)
+            turn, ending = self._render_ended(turn, tools, mask)
             dummy = [_QUESTION, turn]
-            extended = self._render_masked([*dummy, *new], tools, mask, opens_turn=True)
+            extension = self._render_masked([*dummy, *new], tools, mask, opens_turn=True)
             with_words = self._render_masked([*dummy, *between_words], tools, mask, opens_turn=True)
         except TemplateError:
             return None
-        if any(marker not in text for text in (ended, extended, with_words)):
+        if any(marker not in text for text in (ending, extension, with_words)):
             return None
         self._warn_of_dropped(between_words, with_words, word)
-        ended, extended, with_words = (_after(marker, text) for text in (ended, extended, with_words))
-        if not _is_whole(extended, with_words, word, num_words):
+        ending, extension, with_words = (_after(marker, text) for text in (ending, extension, with_words))
+        if not _is_whole(extension, with_words, word, num_words):
             return None
         # Some templates put the end-of-sequence token after the last turn.
         end_of_text = str(self._tokenizer.eos_token or "")
-        end = self._encoder.first_control(ended, self._closing_ids)
-        end_extended = self._encoder.first_control(extended, self._closing_ids)
-        if end is not None and end_extended is not None:
-            is_same_turn = ended[: end.start()] == extended[: end_extended.start()]
-            after = ended[end.end() :].removesuffix(end_of_text)
-            is_proven = is_same_turn and extended[end_extended.end() :].startswith(after)
-            text = extended[end_extended.start() :]
+        end = self._encoder.first_control(ending, self._closing_ids)
+        extension_end = self._encoder.first_control(extension, self._closing_ids)
+        if end is not None and extension_end is not None:
+            is_same_turn = ending[: end.start()] == extension[: extension_end.start()]
+            after = ending[end.end() :].removesuffix(end_of_text)
+            is_proven = is_same_turn and extension[extension_end.end() :].startswith(after)
+            text = extension[extension_end.start() :]
         else:
             # Without a closing token, a turn with calls ends with the text that ends a turn without calls.
-            closing = self._after_content if "tool_calls" in turn else ended
-            is_proven = end is None and extended.startswith(ended) and ended.endswith(closing)
-            text = extended[len(ended) - len(closing) :]
+            closing = self._after_content if "tool_calls" in turn else ending
+            is_proven = end is None and extension.startswith(ending) and ending.endswith(closing)
+            text = extension[len(ending) - len(closing) :]
         if not is_proven or not text:
             return None
         names = [mask.hide(name) for name in _names(tools)]
         if self._history is History.KEEP and names and all(name in text for name in names):
             with contextlib.suppress(TemplateError):
                 without_tools = _after(marker, self._render_masked([*dummy, *new], (), mask, opens_turn=True))
-                without_tools = without_tools[len(extended) - len(text) :]
+                without_tools = without_tools[len(extension) - len(text) :]
                 if self._repeats_tools(text, without_tools, names, call, mask):
                     text = without_tools
         return mask.restore(text), self._encoder.encode_continuation(text, mask), end is not None
@@ -260,9 +260,9 @@ class TemplateRenderer:
     def _warn_of_dropped(self, between_words: Sequence[Mapping[str, Any]], rendered: str, word: str) -> None:
         """Log once per role that a rendering of messages between words shows a content nowhere."""
         for message in between_words:
-            numbered = re.search(f"{word}x[0-9]+x", message["content"])
+            match = re.search(f"{word}x[0-9]+x", message["content"])
             role = str(message["role"])
-            if numbered and numbered[0] not in rendered and role not in self._roles_dropped:
+            if match and match[0] not in rendered and role not in self._roles_dropped:
                 self._roles_dropped.add(role)
                 log.warning(
                     "the chat template drops a message of role %r, so the model does not read it; use a model or a "
@@ -279,16 +279,16 @@ class TemplateRenderer:
         whole = self._render(conversation, tools, opens_turn=True)
         if not whole.startswith(prompt) or not whole[len(prompt) :].endswith(glue):
             return False
-        rendered = self._parse(whole[len(prompt) :].removesuffix(glue), tools)
-        return _trimmed(rendered) == _trimmed(self._read(call.sampled_ids, tools))
+        template_turn = self._parse(whole[len(prompt) :].removesuffix(glue), tools)
+        return _trimmed(template_turn) == _trimmed(self._read(call.sampled_ids, tools))
 
     def _end_of_turn(self) -> tuple[int | None, str]:
         """Return the control token that follows the content of an assistant turn, or None, and all text after it."""
         marker = word_not_in([])
-        rendered = self._render([_QUESTION, {"role": "assistant", "content": marker}], (), opens_turn=False)
-        if marker not in rendered:
+        rendering = self._render([_QUESTION, {"role": "assistant", "content": marker}], (), opens_turn=False)
+        if marker not in rendering:
             raise TemplateError("the chat template does not show the content of an assistant turn")
-        after = _after(marker, rendered)
+        after = _after(marker, rendering)
         match = self._encoder.first_control(after, frozenset(self._encoder.controls.values()))
         return None if match is None else self._encoder.controls[match[0]], after
 
@@ -313,14 +313,14 @@ class TemplateRenderer:
             ) from error
 
     def _apply_template(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, opens_turn: bool) -> str:
-        rendered = self._tokenizer.apply_chat_template(
+        rendering = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=opens_turn,
             tokenize=False,
         )
-        assert isinstance(rendered, str)
-        return rendered
+        assert isinstance(rendering, str)
+        return rendering
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -378,21 +378,21 @@ def _between_words(messages: Sequence[Mapping[str, Any]], word: str) -> tuple[li
         values = {key: map_text(value, enclose) for key, value in arguments.items()} if arguments else arguments
         return {**call, "function": {"name": enclose(name), "arguments": values}}
 
-    enclosed = []
+    enclosed_messages = []
     for message in messages:
         copy = dict(message)
         if message["content"] or "tool_calls" not in message:
             copy["content"] = enclose(message["content"])
         if "tool_calls" in message:
             copy["tool_calls"] = [enclose_call(call) for call in message["tool_calls"]]
-        enclosed.append(copy)
-    return enclosed, next(numbers)
+        enclosed_messages.append(copy)
+    return enclosed_messages, next(numbers)
 
 
 def _is_whole(text: str, with_words: str, word: str, count: int) -> bool:
     """Return True if the second text has all numbered words and equals the first without them."""
-    numbered = re.compile(f"{word}x[0-9]+x")
-    return len(set(numbered.findall(with_words))) == count and numbered.sub("", with_words) == text
+    pattern = re.compile(f"{word}x[0-9]+x")
+    return len(set(pattern.findall(with_words))) == count and pattern.sub("", with_words) == text
 
 
 def _refuse_hidden(turn: str, message: Mapping[str, Any], number: int) -> None:

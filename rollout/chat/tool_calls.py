@@ -86,16 +86,16 @@ def split_reasoning(text: str, *, is_open: bool = False) -> tuple[str | None, st
     """
     tags = _without_tags_in_calls(text, is_open=is_open)
     close = tags.find(THINK_CLOSE)
-    closed = close >= 0
-    head, rest = (text[:close], text[close + len(THINK_CLOSE) :]) if closed else (text, "")
+    has_close_tag = close >= 0
+    head, rest = (text[:close], text[close + len(THINK_CLOSE) :]) if has_close_tag else (text, "")
     start = tags.find(THINK_OPEN, 0, len(head))
-    opened = start >= 0
-    before, inside = (head[:start], head[start + len(THINK_OPEN) :]) if opened else (head, "")
-    if closed:
-        reasoning = inside if opened else before
-        outside = before.strip() if opened else ""
+    has_open_tag = start >= 0
+    before, inside = (head[:start], head[start + len(THINK_OPEN) :]) if has_open_tag else (head, "")
+    if has_close_tag:
+        reasoning = inside if has_open_tag else before
+        outside = before.strip() if has_open_tag else ""
         return reasoning.strip("\n"), outside + rest.lstrip("\n")
-    if opened and not before.strip():
+    if has_open_tag and not before.strip():
         return inside.strip("\n"), ""
     if is_open:
         return text.strip("\n"), ""
@@ -129,15 +129,15 @@ def parse_hermes(text: str, *, reasoning_is_open: bool = False) -> Turn:
     errors: list[str] = []
 
     def read(match: re.Match[str]) -> str:
-        found = (
+        result = (
             _read_call(match[1], arguments_keys=("arguments",))
             if match[0].endswith(TOOL_CALL_CLOSE)
             else f"a tool call was opened with {TOOL_CALL_OPEN} and never closed with {TOOL_CALL_CLOSE}"
         )
-        if isinstance(found, ToolCall):
-            calls.append(found)
+        if isinstance(result, ToolCall):
+            calls.append(result)
             return ""
-        errors.append(found)
+        errors.append(result)
         return match[0]
 
     remaining = _HERMES_CALL.sub(read, content)
@@ -160,10 +160,10 @@ def parse_llama3(text: str, *, tool_names: Collection[str] = (), reasoning_is_op
     body = content.strip().removeprefix(PYTHON_TAG).strip()
     calls: list[ToolCall] = []
     for part in _json_values(body):
-        found = _read_call(part, arguments_keys=("parameters", "arguments"))
-        if isinstance(found, str):
-            return Turn(content=content, reasoning=reasoning, errors=(found,), is_broken_after_call=bool(calls))
-        calls.append(found)
+        result = _read_call(part, arguments_keys=("parameters", "arguments"))
+        if isinstance(result, str):
+            return Turn(content=content, reasoning=reasoning, errors=(result,), is_broken_after_call=bool(calls))
+        calls.append(result)
     return Turn(content="", reasoning=reasoning, calls=tuple(calls))
 
 
@@ -216,8 +216,8 @@ def read_arguments(name: str, arguments: Any) -> ToolCall | str:
         return f"the arguments of the call to {name!r} must be a JSON object, found {_kind(arguments)}"
     if depth_of(arguments) > MAX_DEPTH:
         return f"the arguments of the call to {name!r} are nested more than {MAX_DEPTH} levels deep"
-    dumped = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(name=without_surrogates(name), arguments=without_surrogates(dumped))
+    arguments_json = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name=without_surrogates(name), arguments=without_surrogates(arguments_json))
 
 
 def without_surrogates(text: str) -> str:

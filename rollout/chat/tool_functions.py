@@ -72,14 +72,14 @@ class ToolSignature:
         return call
 
     def _converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        converted = dict(arguments)
+        values = dict(arguments)
         for name in self.adapters.keys() & arguments.keys():
             try:
-                converted[name] = self.adapters[name].validate_json(json.dumps(arguments[name]), strict=True)
+                values[name] = self.adapters[name].validate_json(json.dumps(arguments[name]), strict=True)
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 raise BadArgumentsError(f" ({'.'.join(map(str, (name, *first['loc'])))}): {first['msg']}") from error
-        return converted
+        return values
 
 
 class _WithoutTitles(GenerateJsonSchema):
@@ -110,20 +110,20 @@ def describe(function: Callable[..., Any]) -> ToolSignature:
         for name, parameter in signature.parameters.items():
             if name in hints and parameter.default is None and not _takes_null(hints[name]):
                 hints[name] = hints[name] | None
-        returned = hints.pop("return", Any)
-        converted = {name: _adapter(where, name, hint) for name, hint in hints.items() if not _is_json(hint)}
-        schema = get_json_schema(_stand_in(function, signature, hints, returned))
+        return_hint = hints.pop("return", Any)
+        conversions = {name: _adapter(where, name, hint) for name, hint in hints.items() if not _is_json(hint)}
+        schema = get_json_schema(_stand_in(function, signature, hints, return_hint))
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError) as error:
         raise ConfigError(
             f"{where}: {error}. A tool needs type hints and a docstring with an Args: section that describes every "
             "argument"
         ) from error
     parameters = schema["function"]["parameters"]
-    for name, (_, described) in converted.items():
+    for name, (_, parameter_schema) in conversions.items():
         if not _is_json(hints[name], or_tuple=True):
-            parameters["properties"][name] = {**described, **parameters["properties"][name]}
+            parameters["properties"][name] = {**parameter_schema, **parameters["properties"][name]}
     arguments = {**_with_null(parameters), "additionalProperties": False}
-    adapters = {name: adapter for name, (adapter, _) in converted.items()}
+    adapters = {name: adapter for name, (adapter, _) in conversions.items()}
     return ToolSignature(schema=schema, arguments=arguments, adapters=adapters)
 
 
@@ -231,8 +231,8 @@ def _for_pydantic(hint: Any) -> Any:
         ]
     if not args or get_origin(hint) in (Literal, Annotated):
         return hint
-    made = tuple(map(_for_pydantic, args))
-    return functools.reduce(operator.or_, made) if get_origin(hint) in (Union, UnionType) else get_origin(hint)[made]
+    types = tuple(map(_for_pydantic, args))
+    return functools.reduce(operator.or_, types) if get_origin(hint) in (Union, UnionType) else get_origin(hint)[types]
 
 
 def _stand_in(
@@ -243,10 +243,10 @@ def _stand_in(
     def stand_in() -> None:
         pass
 
-    known = {name: hint if _is_json(hint, or_tuple=True) else Any for name, hint in hints.items()}
+    types = {name: hint if _is_json(hint, or_tuple=True) else Any for name, hint in hints.items()}
     if get_origin(returned) is None or _is_json(returned, or_tuple=True):
-        known["return"] = returned
-    stand_in.__name__, stand_in.__doc__, stand_in.__annotations__ = function.__name__, inspect.getdoc(function), known
+        types["return"] = returned
+    stand_in.__name__, stand_in.__doc__, stand_in.__annotations__ = function.__name__, inspect.getdoc(function), types
     stand_in.__signature__ = signature  # type: ignore[attr-defined]
     return stand_in
 

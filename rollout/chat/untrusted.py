@@ -98,12 +98,12 @@ class UntrustedTextEncoder:
         """Mask the messages, except for the markup of assistant turns."""
         hidden = []
         for message in messages:
-            masked = map_text(message, mask.hide)
+            masked_message = map_text(message, mask.hide)
             if message["role"] == "assistant":
                 for key in ("content", "reasoning_content"):
                     if isinstance(message.get(key), str):
-                        masked[key] = self._hide_all_but_markup(message[key], mask)
-            hidden.append(masked)
+                        masked_message[key] = self._hide_all_but_markup(message[key], mask)
+            hidden.append(masked_message)
         return hidden
 
     def encode(self, masked: str, mask: Mask, *, plain: str | None = None) -> list[int]:
@@ -111,14 +111,14 @@ class UntrustedTextEncoder:
 
         plain: the rendering with nothing hidden; by default, `masked` restored.
         """
-        restored = mask.restore(masked)
-        text = restored if plain is None else plain
+        restored_text = mask.restore(masked)
+        text = restored_text if plain is None else plain
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         own = [self.controls[match[0]] for match in self._controls_in(masked)]
-        found = [token for token in ids if token in self._control_ids]
+        controls = [token for token in ids if token in self._control_ids]
         if not mask.hides_control_tokens:
-            own, found = ([token for token in tokens if token not in self._unknown] for tokens in (own, found))
-        if found == own and (text == restored or not mask.hides_control_tokens):
+            own, controls = ([token for token in tokens if token not in self._unknown] for tokens in (own, controls))
+        if controls == own and (text == restored_text or not mask.hides_control_tokens):
             return ids
         return self._encode_in_pieces(masked, mask)
 
@@ -189,8 +189,8 @@ class _TextEncoder:
 
     def __init__(self, state: dict[str, Any], *, without: Mapping[str, int]) -> None:
         """state: the tokenizer as JSON (its `to_str`)."""
-        kept = [token for token in state["added_tokens"] if token["content"] not in without]
-        state["added_tokens"] = kept
+        added_tokens = [token for token in state["added_tokens"] if token["content"] not in without]
+        state["added_tokens"] = added_tokens
         state["post_processor"] = state["truncation"] = state["padding"] = None
         self._tokenizer = Tokenizer.from_str(json.dumps(state))
         # Some tokenizers treat the start of the input differently (they put a space before it), so a piece from the
@@ -198,7 +198,7 @@ class _TextEncoder:
         self._anchor = f"\ue000{secrets.token_hex(8)}\ue000"
         self._tokenizer.add_special_tokens([AddedToken(self._anchor, special=True, normalized=False)])
         # Without the control tokens, the remaining added words get new numbers.
-        self._ids = {self._tokenizer.token_to_id(token["content"]): token["id"] for token in kept}
+        self._ids = {self._tokenizer.token_to_id(token["content"]): token["id"] for token in added_tokens}
 
     def encode(self, text: str, *, is_first: bool) -> list[int]:
         # As a batch of one, because only `encode_batch` releases the GIL: other threads serve other episodes.
@@ -212,15 +212,15 @@ def _without_prefix(step: Any) -> Any:
     """Return the normalizer or pre-tokenizer, as JSON, without the space that it puts before an input."""
     if step is None or step["type"] == "Prepend":
         return None
-    changed = dict(step)
+    copy = dict(step)
     for steps in ("normalizers", "pretokenizers"):
         if steps in step:
-            changed[steps] = [one for one in map(_without_prefix, step[steps]) if one is not None]
+            copy[steps] = [one for one in map(_without_prefix, step[steps]) if one is not None]
     if "prepend_scheme" in step:
-        changed["prepend_scheme"] = "never"
+        copy["prepend_scheme"] = "never"
     if "add_prefix_space" in step:
-        changed["add_prefix_space"] = False
-    return changed
+        copy["add_prefix_space"] = False
+    return copy
 
 
 def word_not_in(conversation: object) -> str:

@@ -63,10 +63,10 @@ class AdapterSettings:
 
         if name == BASE:
             return None
-        for number, (known, path) in enumerate(self.served(), 1):
-            if name == known:
+        for number, (adapter_name, path) in enumerate(self.served(), 1):
+            if name == adapter_name:
                 return LoRARequest(name, number, path)
-        names = ", ".join([BASE, *(known for known, _ in self.served())])
+        names = ", ".join([BASE, *(adapter_name for adapter_name, _ in self.served())])
         raise EngineError(f"the engine has no adapter {name}; it has {names}")
 
     def arguments(self) -> dict[str, Any]:
@@ -122,17 +122,17 @@ class AdapterReceiver(nn.Module):
 
     def finish(self) -> None:
         """Check the staged adapter and keep it. Raises `RuntimeError` with the old one in place."""
-        staged, self._staged = self._staged, {}
-        self._kept = self._checked(staged)
+        staged_tensors, self._staged = self._staged, {}
+        self._kept = self._checked(staged_tensors)
 
     def adapter(self, adapter_id: int) -> LoRAModel:
         """Return the adapter for vLLM, which changes what it gets."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
-        kept = self._kept or self._zeros()  # vLLM fails for an adapter without layers
-        layers = {name: LoRALayerWeights(name, len(a), len(a), a.clone(), b.clone()) for name, (a, b) in kept.items()}
-        rank = max(len(a) for a, _ in kept.values())
+        pairs = self._kept or self._zeros()  # vLLM fails for an adapter without layers
+        layers = {name: LoRALayerWeights(name, len(a), len(a), a.clone(), b.clone()) for name, (a, b) in pairs.items()}
+        rank = max(len(a) for a, _ in pairs.values())
         return LoRAModel(adapter_id, rank, layers)
 
     def check_loaded(self, name: str, loaded: LoRAModel) -> None:
@@ -160,7 +160,7 @@ class AdapterReceiver(nn.Module):
         mapper = getattr(self.manager.model, "hf_to_vllm_mapper", None)
         mapper = mapper and mapper.get_rename_mapper()
         layers = self._layers()
-        found: dict[str, Pair] = {}
+        pairs: dict[str, Pair] = {}
         for name, a in staged.items():
             if not name.endswith(A):
                 if name.removesuffix(B) + A not in staged:
@@ -170,18 +170,18 @@ class AdapterReceiver(nn.Module):
             if b is None:
                 raise RuntimeError(f"{UPDATE}: {name} came without its lora_B")
             # vLLM's mappers rename weights by their beginnings and parts, of which `.weight` may be one.
-            mapped = name.removesuffix(A) + ".weight"
-            layer = ((mapper._map_name(mapped) if mapper else mapped) or "").removesuffix(".weight")
+            weight_name = name.removesuffix(A) + ".weight"
+            layer = ((mapper._map_name(weight_name) if mapper else weight_name) or "").removesuffix(".weight")
             if layer not in layers:
                 raise RuntimeError(
                     f"{UPDATE}: vLLM's {type(self.manager.model).__name__} has no adapters on {layer or name}; "
                     "set model.lora.send=merged, or leave the layer out with model.lora.target_modules"
                 )
             _check_pair(layer, a, b, layers[layer], max_rank=self.manager.lora_config.max_lora_rank)
-            found[layer] = (a, b)
-        if not found:
+            pairs[layer] = (a, b)
+        if not pairs:
             raise RuntimeError(f"{UPDATE}: no tensors arrived")
-        return found
+        return pairs
 
     def _layers(self) -> dict[str, int | None]:
         """Return the layers that can have adapters, with the inputs of each if it is known."""
@@ -227,7 +227,7 @@ def install() -> None:
     from vllm.model_executor.layers.linear import LinearBase
 
     create, load = WeightTransferEngineFactory.create_engine, WorkerLoRAManager._load_adapter
-    check, supported = FusedMoEConfig.__post_init__, get_supported_lora_modules
+    check, list_supported = FusedMoEConfig.__post_init__, get_supported_lora_modules
     if getattr(load, "takes_policy", False):
         return
 
@@ -255,16 +255,16 @@ def install() -> None:
         if receiver is None:  # an engine that takes no weights
             return load(manager, lora_request)
         if lora_request.lora_path != POLICY_PATH:
-            loaded = load(manager, lora_request)
-            receiver.check_loaded(lora_request.lora_name, loaded)
-            return loaded
+            adapter = load(manager, lora_request)
+            receiver.check_loaded(lora_request.lora_name, adapter)
+            return adapter
         return receiver.adapter(lora_request.lora_int_id)
 
     def linear_layers(model: nn.Module) -> list[str]:
         if not _is_synced():
-            return supported(model)
-        found = (name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase))
-        return sorted(set(found))
+            return list_supported(model)
+        names = (name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LinearBase))
+        return sorted(set(names))
 
     def has_plain_experts(config: FusedMoEConfig) -> None:
         if _is_synced():

@@ -184,18 +184,21 @@ def engine_call(
         vocab_size: number of rows of the trainer's embedding.
         source: name of the engine, for messages.
     """
-    sampled = tuple(answer.sampled_ids)
-    if len(sampled) > max_tokens:
-        raise EvidenceError(f"{source}: {len(sampled)} sampled tokens, {max_tokens} were requested")
+    sampled_ids = tuple(answer.sampled_ids)
+    if len(sampled_ids) > max_tokens:
+        raise EvidenceError(f"{source}: {len(sampled_ids)} sampled tokens, {max_tokens} were requested")
     ids = answer.candidate_ids
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         outside = next(token for token in ids if not 0 <= token < vocab_size)
         raise EvidenceError(f"{source}: token id {outside} is outside the vocabulary of {vocab_size}")
-    if len(answer.starts) != len(sampled) or tuple(answer.candidate_ids[start] for start in answer.starts) != sampled:
-        raise EvidenceError(f"{source}: the logprobs do not belong to the {len(sampled)} sampled tokens")
+    if (
+        len(answer.starts) != len(sampled_ids)
+        or tuple(answer.candidate_ids[start] for start in answer.starts) != sampled_ids
+    ):
+        raise EvidenceError(f"{source}: the logprobs do not belong to the {len(sampled_ids)} sampled tokens")
     if answer.finish_reason not in set(FinishReason):
         raise EvidenceError(f"{source}: unknown finish reason {answer.finish_reason!r}")
-    if sampled and not answer.versions:
+    if sampled_ids and not answer.versions:
         raise EvidenceError(f"{source}: the sampled tokens have no weight version")
     if with_routes and answer.routes is None:
         raise EvidenceError(
@@ -204,7 +207,7 @@ def engine_call(
         )
     return EngineCall(
         prompt_ids=tuple(prompt_ids),
-        sampled_ids=sampled,
+        sampled_ids=sampled_ids,
         sampled_logprobs=tuple(answer.candidate_logprobs[start] for start in answer.starts),
         finish_reason=FinishReason(answer.finish_reason),
         version_spans=tuple(
@@ -243,15 +246,15 @@ def _support(answer: Answer, source: str) -> SamplingSupport:
     supports: list[list[int]] = []
     ends = [*answer.starts[1:], len(answer.candidate_ids)]
     for start, end in zip(answer.starts, ends, strict=True):
-        kept = dict(zip(answer.candidate_ids[start:end], answer.candidate_logprobs[start:end], strict=True))
-        kept = {token: logprob for token, logprob in kept.items() if logprob > ENGINE_FILLER_LOGPROB}
-        total = sum(math.exp(min(logprob, 1.0)) for logprob in kept.values())  # bounded: an invalid one may overflow
+        scores = dict(zip(answer.candidate_ids[start:end], answer.candidate_logprobs[start:end], strict=True))
+        scores = {token: logprob for token, logprob in scores.items() if logprob > ENGINE_FILLER_LOGPROB}
+        total = sum(math.exp(min(logprob, 1.0)) for logprob in scores.values())  # bounded: an invalid one may overflow
         if abs(total - 1) > SUPPORT_TOLERANCE:
             raise EvidenceError(
-                f"{source}: the {len(kept)} returned tokens at position {len(supports)} have a probability of "
+                f"{source}: the {len(scores)} returned tokens at position {len(supports)} have a probability of "
                 f"{total:.4f}, expected 1: the support of the sampled token is incomplete"
             )
-        supports.append(sorted(kept))
+        supports.append(sorted(scores))
     return SamplingSupport(
         offsets=np.cumsum([0, *map(len, supports)], dtype=np.int64),
         token_ids=np.array([token for support in supports for token in support], dtype=np.int32),

@@ -45,31 +45,31 @@ class EnginePool:
         return min(member.max_model_len for member in self.members)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
-        chosen = self._choose(sampling.affinity)
-        self._in_flight[chosen] += 1
+        index = self._choose(sampling.affinity)
+        self._in_flight[index] += 1
         try:
-            return await self.members[chosen].generate(prompt_ids, sampling)
+            return await self.members[index].generate(prompt_ids, sampling)
         finally:
-            self._in_flight[chosen] -= 1
+            self._in_flight[index] -= 1
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         return (await self.score_ranked(ids))[0]
 
     async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
-        chosen = self._least_loaded()
-        self._in_flight[chosen] += 1
+        index = self._least_loaded()
+        self._in_flight[index] += 1
         try:
-            return await self.members[chosen].score_ranked(ids)
+            return await self.members[index].score_ranked(ids)
         finally:
-            self._in_flight[chosen] -= 1
+            self._in_flight[index] -= 1
 
     async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
-        chosen = self._least_loaded()
-        self._in_flight[chosen] += 1
+        index = self._least_loaded()
+        self._in_flight[index] += 1
         try:
-            return await self.members[chosen].score_top(ids, top_k)
+            return await self.members[index].score_top(ids, top_k)
         finally:
-            self._in_flight[chosen] -= 1
+            self._in_flight[index] -= 1
 
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.members))

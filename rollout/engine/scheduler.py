@@ -72,10 +72,10 @@ class BufferedOutputs(Base):
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Discard the buffered outputs of aborted requests."""
-        finished = super().finish_requests(*args, **kwargs)
-        for request in finished:
+        finished_requests = super().finish_requests(*args, **kwargs)
+        for request in finished_requests:
             self._take(request.request_id)
-        return finished
+        return finished_requests
 
     def _buffer(self, client: int, output: EngineCoreOutput) -> bool:
         """Buffer an output that need not be sent yet; return True if it was buffered."""
@@ -104,8 +104,8 @@ class BufferedAsyncScheduler(BufferedOutputs, AsyncScheduler):
 
 def buffered_scheduler(*, vllm_config: VllmConfig, **settings: Any) -> Scheduler:
     """Return the replacement of the scheduler that vLLM would choose. Named by `scheduler_cls`."""
-    chosen = BufferedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BufferedScheduler
-    return chosen(vllm_config=vllm_config, **settings)
+    scheduler_class = BufferedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BufferedScheduler
+    return scheduler_class(vllm_config=vllm_config, **settings)
 
 
 def _copy(logprobs: LogprobsLists) -> LogprobsLists:

@@ -39,8 +39,8 @@ class TokenScores:
     def __post_init__(self) -> None:
         num = len(self.ids) - 1
         shape = (num, *self.top_ids.shape[1:])
-        found = (self.logprobs.shape, self.top_ids.shape, self.top_logprobs.shape)
-        if num < 1 or len(shape) != 2 or found != ((num,), shape, shape):
+        shapes = (self.logprobs.shape, self.top_ids.shape, self.top_logprobs.shape)
+        if num < 1 or len(shape) != 2 or shapes != ((num,), shape, shape):
             raise EvidenceError(
                 f"token scores: {len(self.ids)} ids, logprobs of shape {self.logprobs.shape}, most probable tokens of "
                 f"shapes {self.top_ids.shape} and {self.top_logprobs.shape}; expected one row per id but the first"
@@ -83,9 +83,9 @@ def check_tokens(tokens: np.ndarray, logprobs: np.ndarray, top_ids: np.ndarray, 
     if not top_ids.size:
         return
     is_own = top_ids == tokens[:, None]
-    listed = np.where(is_own, top_logprobs, np.float32(0)).sum(1)
+    own_logprobs = np.where(is_own, top_logprobs, np.float32(0)).sum(1)
     is_listed, least = is_own.any(1), top_logprobs.min(1)
-    is_other = np.where(is_listed, listed != logprobs, logprobs > least)
+    is_other = np.where(is_listed, own_logprobs != logprobs, logprobs > least)
     if is_other.any():
         position = int(is_other.argmax())
         raise EvidenceError(
@@ -117,13 +117,13 @@ def token_scores(
         )
     table = np.asarray(flat_ids, dtype=np.int64).reshape(shape)
     logprobs = np.asarray(flat_logprobs, dtype=np.float32).reshape(shape)
-    sent = np.asarray(ids, dtype=np.int64)
-    if (table[:, 0] != sent[1:]).any():
+    sent_ids = np.asarray(ids, dtype=np.int64)
+    if (table[:, 0] != sent_ids[1:]).any():
         raise EvidenceError(f"{source}: the logprobs do not belong to the {len(ids)} ids that were sent")
     if table.size and not 0 <= table.min() <= table.max() < vocab_size:
         raise EvidenceError(f"{source}: scored token id {table.max()} is outside the vocabulary of {vocab_size}")
     return TokenScores(
-        ids=sent,
+        ids=sent_ids,
         logprobs=logprobs[:, 0],
         top_ids=table[:, 1:].astype(np.int32),
         top_logprobs=logprobs[:, 1:],

@@ -61,29 +61,29 @@ def environment_class(name: str) -> Any:
     this name.
     """
     own = own_class(name)
-    installed = _entry_points(tuple(sys.path)).get(name, [])
-    places = [f"{entry.value} of package {entry.dist.name if entry.dist else '?'}" for entry in installed]
-    if len(installed) + (own is not None) > 1:
+    entries = _entry_points(tuple(sys.path)).get(name, [])
+    places = [f"{entry.value} of package {entry.dist.name if entry.dist else '?'}" for entry in entries]
+    if len(entries) + (own is not None) > 1:
         keep = "all of these packages but one" if own is None else "these packages, as Lockstep has this name, too"
         raise ConfigError(
             f"environment {name!r} is registered by {' and '.join(places)}; uninstall {keep}, or set "
             "environment.name=path/to/file.py:ClassName"
         )
-    if not installed:
+    if not entries:
         return own
     try:
-        found = installed[0].load()
+        loaded_class = entries[0].load()
     except (Exception, SystemExit) as error:  # of a foreign module
         raise ConfigError(
             f"environment {name!r} cannot be imported from {places[0]}: {type(error).__name__}: {error_text(error)}"
         ) from error
-    if not isinstance(found, type) or getattr(found, "declaration", None) is None:
+    if not isinstance(loaded_class, type) or getattr(loaded_class, "declaration", None) is None:
         raise ConfigError(
             f"environment {name!r} is {places[0]}, which declares nothing; expected a class with declaration = "
             "Declaration(...) (docs/environments.md), or set environment.name=path/to/file.py:ClassName"
         )
-    declaration_of(found)
-    return found
+    declaration_of(loaded_class)
+    return loaded_class
 
 
 def own_class(name: str) -> type | None:
@@ -99,9 +99,9 @@ def declaration(name: str) -> Declaration:
 
 def declared_parts(name: str, settings: Any) -> Iterator[tuple[str, Any, Declaration]]:
     """Yield name, settings and declaration of an environment, then those of the parts of a mixture."""
-    declared = declaration(name)
-    yield name, settings, declared
-    parts = settings.get("environments") if declared.has_parts and isinstance(settings, Mapping) else None
+    own_declaration = declaration(name)
+    yield name, settings, own_declaration
+    parts = settings.get("environments") if own_declaration.has_parts and isinstance(settings, Mapping) else None
     for part, own in parts.items() if isinstance(parts, Mapping) else ():
         shared = {key: value for key, value in settings.items() if key != "environments"}
         yield from declared_parts(str(part), {**shared, **own} if isinstance(own, Mapping) else own)

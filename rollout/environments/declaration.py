@@ -66,13 +66,13 @@ class Declaration:
 
 def declaration_of(environment: object) -> Declaration:
     """Return the declaration of an environment or its class. Raises `ConfigError`: its attribute is something else."""
-    declared = getattr(environment, "declaration", None)
-    if declared is None:
+    declaration = getattr(environment, "declaration", None)
+    if declaration is None:
         return Declaration()
-    if not isinstance(declared, Declaration):
+    if not isinstance(declaration, Declaration):
         kind = environment if isinstance(environment, type) else type(environment)
         raise ConfigError(
-            f"found {kind.__name__}.declaration of type {type(declared).__name__}, expected declaration = "
+            f"found {kind.__name__}.declaration of type {type(declaration).__name__}, expected declaration = "
             "Declaration(...) (lockstep/rollout/environments/declaration.py)"
         )
-    return declared
+    return declaration

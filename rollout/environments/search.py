@@ -97,10 +97,10 @@ class SearchEnvironment:
     async def step(self, message: Message) -> Step:
         """Answer an assistant turn. `outcome["answer"]` is empty unless the action of the turn is an answer. Raises
         `SearchError`."""
-        found = _ACTION.search(str(message.get("content") or ""))
-        if found is None:
+        match = _ACTION.search(str(message.get("content") or ""))
+        if match is None:
             return Step(messages=(_user(INVALID),), outcome={"answer": "", "invalid_actions": 1})
-        action, text = found[1], found[2].strip()
+        action, text = match[1], match[2].strip()
         if action == "answer":
             return Step(done=True, outcome={"answer": text})
         with uncounted():  # it has its own limits

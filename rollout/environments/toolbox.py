@@ -130,15 +130,15 @@ class Toolbox:
             )
             for number, error in enumerate(errors[: MAX_CALLS - len(results)])
         ]
-        answered = [*results, *unread]
-        num_left = len(calls) + len(errors) - len(answered)
+        all_results = [*results, *unread]
+        num_left = len(calls) + len(errors) - len(all_results)
         if num_left:
             text = f"{num_left} further tool calls were not run; a turn may have {MAX_CALLS}"
             further = ToolResult(
                 name="tool_call", call_id="further", content=_error_text(text), fault=ToolFault.TOO_MANY
             )
-            answered.append(further)
-        return answered
+            all_results.append(further)
+        return all_results
 
     async def _call(self, call: Mapping[str, Any]) -> ToolResult:
         name = str(call["function"]["name"])
@@ -147,30 +147,30 @@ class Toolbox:
 
     async def _run(self, name: str, raw_arguments: Any) -> tuple[str, ToolFault | None]:
         if name not in self._functions:
-            known = ", ".join(self._functions) or "none"
-            return _error_text(f"there is no tool {name!r}; tools: {known}"), ToolFault.UNKNOWN_TOOL
+            tool_names = ", ".join(self._functions) or "none"
+            return _error_text(f"there is no tool {name!r}; tools: {tool_names}"), ToolFault.UNKNOWN_TOOL
         try:
             arguments = _read_arguments(raw_arguments)
         except ValueError as error:
             return _error_text(f"the arguments of {name} are not a JSON object: {error}"), ToolFault.MALFORMED
         tool = functools.partial(self._functions[name], **arguments)  # an argument may be called timeout_s
-        finished = Finished()
+        result = Finished()
         if name in self._arguments:
             from lockstep.rollout.hosts.foreign_schemas import refuse_wrong  # runs without tools load no host
 
             check = functools.partial(refuse_wrong, self._arguments[name], arguments, is_own=True)
-            finished = await call_with_deadline(check, timeout_s=self._timeout_s)
-        if finished.error is None:
-            finished = await call_with_deadline(tool, timeout_s=self._timeout_s)
-        if isinstance(finished.error, DeadlineExceeded | TooManyAbandoned):
-            return _error_text(f"{name} timed out: {finished.error}"), ToolFault.TIMEOUT
-        if isinstance(finished.error, BadArgumentsError):
-            return _error_text(f"wrong arguments for {name}{finished.error}"), ToolFault.BAD_ARGUMENTS
-        if isinstance(finished.error, ToolServerError):
-            return _error_text(f"{name}: {finished.error}"), ToolFault.SERVER
-        if finished.error is not None:
-            return _exception_text(finished.error), ToolFault.EXCEPTION
-        return self._cut(finished.value), None
+            result = await call_with_deadline(check, timeout_s=self._timeout_s)
+        if result.error is None:
+            result = await call_with_deadline(tool, timeout_s=self._timeout_s)
+        if isinstance(result.error, DeadlineExceeded | TooManyAbandoned):
+            return _error_text(f"{name} timed out: {result.error}"), ToolFault.TIMEOUT
+        if isinstance(result.error, BadArgumentsError):
+            return _error_text(f"wrong arguments for {name}{result.error}"), ToolFault.BAD_ARGUMENTS
+        if isinstance(result.error, ToolServerError):
+            return _error_text(f"{name}: {result.error}"), ToolFault.SERVER
+        if result.error is not None:
+            return _exception_text(result.error), ToolFault.EXCEPTION
+        return self._cut(result.value), None
 
     def _cut(self, text: str) -> str:
         text = _printable(text)

@@ -37,9 +37,9 @@ def next_prompt(
     the tools.
     """
     if last_call is not None:
-        extended = chat.extend(last_call, history, new_messages, tools)
-        if extended is not None:
-            return extended
+        extension = chat.extend(last_call, history, new_messages, tools)
+        if extension is not None:
+            return extension
     else:
         chat.require_tools(new_messages, tools)
     return chat.prompt([*history, *new_messages], tools)

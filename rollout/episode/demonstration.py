@@ -35,12 +35,12 @@ def demonstrated_calls(chat: Chat, messages: Sequence[Message], tools: Tools = (
             raise TemplateError("message 0 is an assistant turn; expected a message before it that the model reads")
         history, new = messages[:start], messages[start:index]
         prompt = next_prompt(chat, calls[-1] if calls else None, history, new, tools)
-        sampled = chat.turn(messages[: index + 1], tools)
+        sampled_ids = chat.turn(messages[: index + 1], tools)
         calls.append(
             EngineCall(
                 prompt_ids=tuple(prompt),
-                sampled_ids=tuple(sampled),
-                sampled_logprobs=(0.0,) * len(sampled),
+                sampled_ids=tuple(sampled_ids),
+                sampled_logprobs=(0.0,) * len(sampled_ids),
                 finish_reason=FinishReason.STOP if _is_trained(message, index) else FinishReason.ABORT,
             )
         )

@@ -59,7 +59,7 @@ async def run_episode(
     `EngineError` for a dead engine, `ConfigError` of the environment, or for a template that drops its tools.
     max_turns: of the episode's own conversation only.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     record = CallRecord(engine=engine, chat=chat, sampling=sampling, seed=seed)
     episode = _Episode(environment, record, call_timeout_s)
     # A task that can be left alone; one for all methods, because contexts must end in the task that began them.
@@ -83,7 +83,7 @@ async def run_episode(
         status=status,
         outcome=episode.outcome,
         error=error,
-        duration_s=time.perf_counter() - started,
+        duration_s=time.perf_counter() - start,
     )
 
 

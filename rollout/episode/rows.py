@@ -61,13 +61,13 @@ def rows_from_calls(calls: Sequence[EngineCall], *, rollout_id: int = 0, group_i
     """
     rows = []
     for leaf in _leaves(_call_tree(calls)):
-        newly_trained = []
+        new_nodes = []
         node: _Node | None = leaf
         while node is not None and not node.is_trained:
             node.is_trained = True
-            newly_trained.append(node)
+            new_nodes.append(node)
             node = node.parent
-        rows.append(_row(leaf, newly_trained[::-1], rollout_id=rollout_id, group_id=group_id))
+        rows.append(_row(leaf, new_nodes[::-1], rollout_id=rollout_id, group_id=group_id))
     return rows
 
 
@@ -141,10 +141,10 @@ def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: in
     turns = np.full(len(ids), -1, dtype=np.int32)
     for node in trained:
         start = len(node.call.prompt)
-        sampled = slice(start, start + len(node.call.sampled_ids))
-        loss_mask[sampled] = True
-        logprobs[sampled] = node.call.sampled_logprobs
-        turns[sampled] = node.turn
+        sampled_slice = slice(start, start + len(node.call.sampled_ids))
+        loss_mask[sampled_slice] = True
+        logprobs[sampled_slice] = node.call.sampled_logprobs
+        turns[sampled_slice] = node.turn
         for span in node.call.version_spans:
             versions[start + span.start : start + span.end] = span.version
     return TrainingRow(

@@ -66,7 +66,7 @@ def _num_matched(row: TrainingRow, calls: Sequence[EngineCall]) -> int:
 
     Positions are not compared, so that tokens still match after a context of another length (tokenized again).
     """
-    matched = 0
+    num_matches = 0
     for turn in np.unique(row.turns[row.loss_mask]).tolist():
         if not 0 <= turn < len(calls):
             continue
@@ -74,5 +74,5 @@ def _num_matched(row: TrainingRow, calls: Sequence[EngineCall]) -> int:
         ids = np.asarray(calls[turn].sampled_ids[: len(positions)], dtype=np.int64)
         logprobs = np.asarray(calls[turn].sampled_logprobs[: len(positions)], dtype=np.float32)
         is_same = (row.ids[positions] == ids) & (row.sampling_logprobs[positions] == logprobs)
-        matched += int(is_same.sum())
-    return matched
+        num_matches += int(is_same.sum())
+    return num_matches

@@ -37,8 +37,8 @@ async def reply(program: Any, request: dict[str, Any], answers: TextIO) -> None:
         text = json.dumps(answer)
     except Exception as error:
         is_setting = type(error).__name__ == "WrongSetting"
-        said = str(error) if is_setting else f"{type(error).__name__}: {error}"
-        text = json.dumps({"id": request["id"], "error": said, "is_setting": is_setting})
+        message = str(error) if is_setting else f"{type(error).__name__}: {error}"
+        text = json.dumps({"id": request["id"], "error": message, "is_setting": is_setting})
     answers.write(text + "\n")
     answers.flush()
 

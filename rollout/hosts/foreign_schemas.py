@@ -51,25 +51,25 @@ async def read_tools(listed: Sequence[tuple[Any, Any, Any]]) -> list[Mapping[str
     tools = []
     num_chars = 0
     for name, description, parameters in listed:
-        shown = f"tool {name!r:.80}"
+        label = f"tool {name!r:.80}"
         if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-            raise ToolServerError(f"{shown} has a name that models cannot write; expected letters, digits, _, - and .")
+            raise ToolServerError(f"{label} has a name that models cannot write; expected letters, digits, _, - and .")
         if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
-            found = parameters.get("type") if isinstance(parameters, Mapping) else parameters
-            raise ToolServerError(f"{shown} takes {found!r:.80}; expected arguments of type object")
+            kind = parameters.get("type") if isinstance(parameters, Mapping) else parameters
+            raise ToolServerError(f"{label} takes {kind!r:.80}; expected arguments of type object")
         function = {"name": name, "description": str(description or ""), "parameters": parameters}
         try:
             text = without_surrogates(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
             tools.append(read_json(text))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ToolServerError(f"{shown} cannot be written as JSON ({error})") from error
+            raise ToolServerError(f"{label} cannot be written as JSON ({error})") from error
         num_chars += len(text)
         if num_chars > MAX_CHARS:
-            raise ToolServerError(f"the list up to {shown} has {num_chars} characters, at most {MAX_CHARS} fit")
+            raise ToolServerError(f"the list up to {label} has {num_chars} characters, at most {MAX_CHARS} fit")
         schema = schema_text(tools[-1])
         if schema not in _sound:
             if problem := await _ask("schema", schema):
-                raise ToolServerError(f"{shown}: {problem}")
+                raise ToolServerError(f"{label}: {problem}")
             _sound.add(schema)
     return tools
 
@@ -96,18 +96,18 @@ async def _ask(do: str, schema: str, **arguments: Any) -> str | None:
     reason = None
     for _ in range(ATTEMPTS):
         checker = host(sys.executable, PROGRAM)
-        started = time.monotonic()
+        start = time.monotonic()
         try:
             if checker not in _ready:
                 await checker.ask("ready", timeout_s=START_S)
                 _ready.add(checker)
-                started = time.monotonic()
+                start = time.monotonic()
             return await checker.ask(do, timeout_s=CHECK_S, schema=schema, **arguments)
         except asyncio.CancelledError:
             checker.end()  # the next check would wait for this one
             raise
         except EnvironmentFault as fault:
-            if checker in _ready and time.monotonic() - started >= CHECK_S:
+            if checker in _ready and time.monotonic() - start >= CHECK_S:
                 raise ToolServerError(f"a check by its schema took more than {CHECK_S:g} s") from None
             reason = fault  # another check, and the host was killed for it
     raise ToolServerError(f"its schema could not be checked: {reason}")

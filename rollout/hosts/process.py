@@ -143,17 +143,17 @@ class Host:
 
     def _death(self, wait_s: float = 0.0) -> str:
         lines = self._output.text(wait_s=wait_s).splitlines()
-        said = self._fault or (f": {lines[-1]:.500}" if lines else "")
-        return f"{self.name}: its process ended with status {self._process.poll()}{said}"
+        detail = self._fault or (f": {lines[-1]:.500}" if lines else "")
+        return f"{self.name}: its process ended with status {self._process.poll()}{detail}"
 
 
 def host(python: str, program: Path) -> Host:
     """Return the host of an interpreter and a program in this process; start one if none is alive."""
     with _lock:
-        found = _hosts.get((python, program))
-        if found is None or not found.is_alive:
-            found = _hosts[python, program] = Host(python, program)
-        return found
+        program_host = _hosts.get((python, program))
+        if program_host is None or not program_host.is_alive:
+            program_host = _hosts[python, program] = Host(python, program)
+        return program_host
 
 
 def interpreter(python: str | None) -> str:

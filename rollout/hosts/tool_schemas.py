@@ -51,9 +51,9 @@ def _schema_problem(text: str) -> str | None:
                 continue
             inner = resolver.in_subresource(DRAFT202012.create_resource(schema))
             for reference in (schema[name] for name in REFERENCES if name in schema):
-                found = inner.lookup(reference)
-                edges[id(schema)].append(id(found.contents))
-                waiting.append((found.contents, found.resolver, True))
+                target = inner.lookup(reference)
+                edges[id(schema)].append(id(target.contents))
+                waiting.append((target.contents, target.resolver, True))
         except SchemaError as error:
             return f"its arguments are not a JSON schema: {error.message:.200}"
         except Unresolvable as error:

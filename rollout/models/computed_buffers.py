@@ -34,10 +34,10 @@ def set_buffers(model: PreTrainedModel, stored: Callable[[str], torch.Tensor | N
 def wrong_buffer(model: PreTrainedModel) -> str | None:
     """Return in words the first computed buffer that is not a new module's in dtype and value; None without one."""
     for owner, leaf, name, new in _buffers(model):
-        found = model.get_buffer(name).cpu()
+        buffer = model.get_buffer(name).cpu()
         is_computed = leaf in owner._non_persistent_buffers_set
-        if is_computed and (found.dtype != new.dtype or not torch.equal(found, new)):
-            first, expected = (f"{one.flatten()[:3].tolist()} of {one.dtype}" for one in (found, new))
+        if is_computed and (buffer.dtype != new.dtype or not torch.equal(buffer, new)):
+            first, expected = (f"{one.flatten()[:3].tolist()} of {one.dtype}" for one in (buffer, new))
             return f"{name} begins with {first}, expected {expected}"
     return None
 

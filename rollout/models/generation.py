@@ -19,13 +19,13 @@ def mend_generation(model: PreTrainedModel) -> list[str]:
     except ValueError as error:
         _, _, reason = str(error).partition("\n")
     settings.do_sample = True
-    kept = "all its values and do_sample=true"
+    fields = "all its values and do_sample=true"
     try:
         settings.validate(strict=True)
     except ValueError:
-        kept = "its beginning and end ids alone"
+        fields = "its beginning and end ids alone"
         model.generation_config = GenerationConfig(
             bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id
         )
     reason = " ".join(reason.split())[:200]
-    return [f"transformers refuses to save its generation config ({reason}); the trained model is saved with {kept}"]
+    return [f"transformers refuses to save its generation config ({reason}); the trained model is saved with {fields}"]

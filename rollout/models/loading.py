@@ -37,9 +37,9 @@ def load_model(
     """
     config = config or read_config(path, setting=setting, trust_remote_code=trust_remote_code)
     loading = {"config": config, "trust_remote_code": trust_remote_code, **(dequantizing or {})}
-    stored = stored_model(role, path, setting=setting, **loading)
+    stored_weights = stored_model(role, path, setting=setting, **loading)
     model = role.auto.from_pretrained(path, dtype=dtype, device_map=device_map, **loading)
-    set_buffers(model, stored.read)
+    set_buffers(model, stored_weights.read)
     mend_generation(model)
     refuse_non_finite(_non_finite(model), setting=setting, path=path)
     return model

@@ -97,21 +97,21 @@ class StoredModel:
 
     def read(self, name: str) -> torch.Tensor | None:
         """Read a tensor of the model as it is stored; None if it is not."""
-        if (stored := self.names.get(name)) is None:
+        if (stored_name := self.names.get(name)) is None:
             return None
-        file = self.files[stored]
+        file = self.files[stored_name]
         if not file.endswith(".safetensors"):
-            return load_state_dict(file)[stored]
-        with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(stored)
+            return load_state_dict(file)[stored_name]
+        with safe_open(file, framework="pt") as reader:
+            return reader.get_tensor(stored_name)
 
     def non_finite(self) -> list[str]:
         """Read all values, one tensor at a time. Returns the names of tensors with NaN or infinite ones."""
         bad: list[str] = []
         for file in sorted(set(self.files.values())):
             if file.endswith(".safetensors"):
-                with safe_open(file, framework="pt") as opened:
-                    bad += [name for name in opened.keys() if not is_finite(opened.get_tensor(name))]  # noqa: SIM118
+                with safe_open(file, framework="pt") as reader:
+                    bad += [name for name in reader.keys() if not is_finite(reader.get_tensor(name))]  # noqa: SIM118
             else:
                 bad += [name for name, tensor in load_state_dict(file).items() if not is_finite(tensor)]
         return bad
@@ -120,12 +120,12 @@ class StoredModel:
 @contextmanager
 def whole_models() -> Iterator[None]:
     """Let transformers make whole models on this rank inside the block, also under ZeRO-3."""
-    held = deepspeed._hf_deepspeed_config_weak_ref
+    config_ref = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = held
+        deepspeed._hf_deepspeed_config_weak_ref = config_ref
 
 
 def read_config(path: str | Path, *, setting: str, trust_remote_code: bool, **changes: Any) -> PreTrainedConfig:
@@ -206,15 +206,15 @@ def stored_model(
             f"{len(left_out)} tensor(s) left out, for which a {kind.__name__} has no place: {first_names(left_out)}"
         )
     names = {target: name for name, target in targets.items()}
-    stored = StoredModel(files=files, names=names, notes=tuple(f"{place}: {note}" for note in notes))
-    for tied, source in model.all_tied_weights_keys.items():
-        first, second = stored.read(tied), stored.read(source)
+    stored_weights = StoredModel(files=files, names=names, notes=tuple(f"{place}: {note}" for note in notes))
+    for tied_name, source in model.all_tied_weights_keys.items():
+        first, second = stored_weights.read(tied_name), stored_weights.read(source)
         if first is not None and second is not None and not torch.equal(first, second):
             raise ConfigError(
-                f"{place}: config.json ties {tied} to {source}, and the files hold two that differ; set "
+                f"{place}: config.json ties {tied_name} to {source}, and the files hold two that differ; set "
                 "tie_word_embeddings=false in config.json, or leave the former out of the files"
             )
-    return stored
+    return stored_weights
 
 
 def reason(error: BaseException) -> str:
@@ -251,7 +251,7 @@ def _headers(path: str | Path, config: PreTrainedConfig) -> tuple[dict[str, str]
     """Return the file of each stored tensor, and the tensors on the meta device."""
     if (Path(path) / "adapter_config.json").is_file():
         raise ValueError("it has an adapter, adapter_config.json, which the trainer would add and the engine would not")
-    resolved, _ = _get_resolved_checkpoint_files(
+    weight_files, _ = _get_resolved_checkpoint_files(
         path,
         variant=None,
         gguf_file=None,
@@ -263,14 +263,14 @@ def _headers(path: str | Path, config: PreTrainedConfig) -> tuple[dict[str, str]
     )
     files: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for file in resolved or ():
+    for file in weight_files or ():
         try:
-            held = load_state_dict(file, map_location="meta")
+            file_tensors = load_state_dict(file, map_location="meta")
         except Exception as error:  # of many kinds; for pickles torch advises to run them
-            said = reason(error) if file.endswith(".safetensors") else "no torch file of tensors alone"
-            raise ValueError(f"{Path(file).name}: {said}") from error
-        tensors |= held
-        files |= dict.fromkeys(held, file)
+            problem = reason(error) if file.endswith(".safetensors") else "no torch file of tensors alone"
+            raise ValueError(f"{Path(file).name}: {problem}") from error
+        tensors |= file_tensors
+        files |= dict.fromkeys(file_tensors, file)
     layers = config.get_text_config().to_dict().get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(tensors):
         raise ValueError(f"config.json has num_hidden_layers={layers}, and the files have {len(tensors)} tensors")
@@ -310,8 +310,8 @@ def _is_ignorable(name: str, role: Role, model: PreTrainedModel) -> bool:
     layer = re.search(r"\blayers\.(\d+)\.", name)
     first, further = text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
     is_mtp = bool(layer and first and further and first <= int(layer[1]) < first + further)
-    computed = (f".{buffer}" for buffer, _ in model.named_non_persistent_buffers())
-    return name.startswith(role.unused) or is_mtp or any(buffer.endswith(f".{name}") for buffer in computed)
+    buffer_names = (f".{buffer}" for buffer, _ in model.named_non_persistent_buffers())
+    return name.startswith(role.unused) or is_mtp or any(buffer.endswith(f".{name}") for buffer in buffer_names)
 
 
 def _hint(role: Role, missing: Collection[str], unexpected: Collection[str], config: PreTrainedConfig) -> str:
@@ -321,9 +321,9 @@ def _hint(role: Role, missing: Collection[str], unexpected: Collection[str], con
             f"It is a language model ({', '.join(config.architectures or ())}) without the head of a reward model: "
             "train one with `python scripts/train_reward_model.py`, or "
         )
-    wrapped = {name[: -len(own)] for own in missing for name in unexpected if name.endswith(f".{own}")}
-    if len(wrapped) == 1:
-        return f"All names begin with {wrapped.pop()!r}, which a wrapper adds: save the model inside it, or "
+    prefixes = {name[: -len(own)] for own in missing for name in unexpected if name.endswith(f".{own}")}
+    if len(prefixes) == 1:
+        return f"All names begin with {prefixes.pop()!r}, which a wrapper adds: save the model inside it, or "
     return "Correct config.json, write the files again, or "
 
 
@@ -342,9 +342,9 @@ def read_adapter(path: str, *, setting: str, model: PeftModel) -> dict[str, torc
             "adapter_config.json and adapter_model.safetensors, such as <run>/model/adapter"
         ) from error
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    shapes, wanted = ({name: one.shape for name, one in each.items()} for each in (tensors, expected))
-    if shapes != wanted:
-        other = {name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)}
+    shapes, model_shapes = ({name: one.shape for name, one in each.items()} for each in (tensors, expected))
+    if shapes != model_shapes:
+        other = {name for name in shapes.keys() | model_shapes.keys() if shapes.get(name) != model_shapes.get(name)}
         layers = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
         remedy = f"model.lora.target_modules=[{','.join(layers)}]" if setting == "model.lora.path" else setting
         raise ConfigError(

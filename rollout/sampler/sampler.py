@@ -167,8 +167,8 @@ class Sampler:
                     raise ConfigError(f"the driver of environment {names} did not open: {fault(error)}") from error
 
             async def run(*, environment: AnyEnvironment, example: Mapping[str, Any], **episode: Any) -> Rollout:
-                chosen = environment_of(environment, example)
-                return await runs[declaration_of(chosen).driver](environment=chosen, example=example, **episode)
+                member = environment_of(environment, example)
+                return await runs[declaration_of(member).driver](environment=member, example=example, **episode)
 
             yield run
 

@@ -85,12 +85,12 @@ class Execution:
 def read_object(text: bytes) -> dict[str, Any]:
     """Return the JSON object that the other side of a sandbox sent. Raises `ValueError` if it is not one."""
     try:
-        found = read_json(text)
+        value = read_json(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {text[:200]!r}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"not an object: {text[:200]!r}")
-    return found
+    return value
 
 
 def read_execution(answer: Mapping[str, Any]) -> Execution:

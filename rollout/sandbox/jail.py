@@ -39,8 +39,8 @@ class MountAttributes(ctypes.Structure):
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
-    check(libc.mount(encoded[0], encoded[1], encoded[2], flags, encoded[3]), f"mount {target}")
+    arguments = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    check(libc.mount(arguments[0], arguments[1], arguments[2], flags, arguments[3]), f"mount {target}")
 
 
 def bind(source: str, root: str) -> None:

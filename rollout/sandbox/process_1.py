@@ -54,9 +54,9 @@ class Lines:
 
     def next(self) -> bytes | None:
         """Return the next line; None at the end of the input."""
-        searched = 0
-        while (end := self._read.find(b"\n", searched)) < 0:
-            searched = len(self._read)
+        start = 0
+        while (end := self._read.find(b"\n", start)) < 0:
+            start = len(self._read)
             chunk = os.read(self.descriptor, CHUNK_BYTES)
             if not chunk:
                 return None
@@ -144,32 +144,32 @@ def put(name: str, text: str, place: int) -> None:
 
 def run(call: dict, settings: dict, stdin: int, requests: Lines) -> None:
     """Run a program and say how it ended."""
-    (out, out_end), (err, err_end), (said, said_end) = (os.pipe() for _ in range(3))
+    (out, out_end), (err, err_end), (failure, failure_end) = (os.pipe() for _ in range(3))
     child = os.fork()
     if child == 0:
-        become(call, settings, [stdin, out_end, err_end], said_end)
+        become(call, settings, [stdin, out_end, err_end], failure_end)
     most = call["output_bytes"]
     try:
-        for writer in (out_end, err_end, said_end):
+        for writer in (out_end, err_end, failure_end):
             os.close(writer)
-        if problem := os.read(said, 1000):  # its end is closed by the start of the program
+        if problem := os.read(failure, 1000):  # its end is closed by the start of the program
             say(failed=problem.decode(errors="replace"))
             return
         say(started=True)
-        kept, in_time = follow(child, (out, err), time.monotonic() + call["timeout_s"], most, requests)
+        outputs, in_time = follow(child, (out, err), time.monotonic() + call["timeout_s"], most, requests)
     finally:
         status = end_all(child)
     for stream in (out, err):
-        take(stream, kept, most)
-    for reader in (out, err, said):
+        take(stream, outputs, most)
+    for reader in (out, err, failure):
         os.close(reader)
     say(
         ended="timeout" if not in_time else "killed" if status < 0 else "exited",
         status=status,
-        stdout=kept[out][:most].decode(errors="replace"),
-        stderr=kept[err][:most].decode(errors="replace"),
-        is_cut=len(kept[out]) > most,
-        is_stderr_cut=len(kept[err]) > most,
+        stdout=outputs[out][:most].decode(errors="replace"),
+        stderr=outputs[err][:most].decode(errors="replace"),
+        is_cut=len(outputs[out]) > most,
+        is_stderr_cut=len(outputs[err]) > most,
     )
 
 
@@ -202,7 +202,7 @@ def follow(
     child: int, streams: tuple[int, int], deadline: float, most: int, requests: Lines
 ) -> tuple[dict[int, bytearray], bool]:
     """Read outputs until the program ends or its time is over; return their beginnings, and True if it ended."""
-    kept = {stream: bytearray() for stream in streams}
+    outputs = {stream: bytearray() for stream in streams}
     end = os.pidfd_open(child)
     try:
         poll = select.poll()
@@ -214,13 +214,13 @@ def follow(
         while not has_ended(child):
             left = deadline - time.monotonic()
             if left <= 0:
-                return kept, False
+                return outputs, False
             for descriptor, _ in poll.poll(min(left * 1000, TICK_MS)):
                 if descriptor == requests.descriptor:
                     sys.exit("the input was closed")
-                if descriptor in kept and not take(descriptor, kept, most):
+                if descriptor in outputs and not take(descriptor, outputs, most):
                     poll.unregister(descriptor)
-        return kept, True
+        return outputs, True
     finally:
         os.close(end)
 
@@ -237,10 +237,10 @@ def take(stream: int, kept: dict[int, bytearray], most: int) -> bool:
 
 def has_ended(child: int) -> bool:
     """Return True once the program has ended, without reaping it; reap other processes that have."""
-    while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-        if found.si_pid == child:
+    while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+        if info.si_pid == child:
             return True
-        os.waitpid(found.si_pid, 0)
+        os.waitpid(info.si_pid, 0)
     return False
 
 

@@ -129,8 +129,8 @@ class Session:
                 return read_execution(self._receive(time.monotonic() + timeout_s + STOP_TIMEOUT_S, most))
             except (_Unusable, ValueError, TimeoutError) as error:
                 self._end()
-                ended = Ended.TIMEOUT if isinstance(error, TimeoutError) else Ended.KILLED
-                return Execution(ended=ended, status=-signal.SIGKILL, stdout="", stderr="")
+                ending = Ended.TIMEOUT if isinstance(error, TimeoutError) else Ended.KILLED
+                return Execution(ended=ending, status=-signal.SIGKILL, stdout="", stderr="")
 
     def close(self) -> None:
         """End everything, and wait for the end; a call in progress ends as killed. Idempotent."""
@@ -168,10 +168,10 @@ class Session:
 
     def _receive(self, deadline: float, max_bytes: int) -> dict[str, Any]:
         """Return the next answer. Raises `_Unusable`, or `TimeoutError` at the deadline."""
-        searched = 0
-        while (end := self._answers.find(b"\n", searched)) < 0:
-            searched = len(self._answers)
-            if searched > max_bytes:
+        start = 0
+        while (end := self._answers.find(b"\n", start)) < 0:
+            start = len(self._answers)
+            if start > max_bytes:
                 break
             _wait(self._stream, select.POLLIN, deadline)
             chunk = self._stream.read(CHUNK_BYTES)
@@ -242,16 +242,16 @@ class SessionSandbox:
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
     """Run a function in a thread of its own: those of a pool would wait for each other's programs."""
-    finished: Future[T] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            finished.set_result(work())
+            future.set_result(work())
         except BaseException as error:
-            finished.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="sandbox-call", daemon=True).start()
-    return finished
+    return future
 
 
 async def _result(future: Future[T]) -> T:
@@ -264,7 +264,7 @@ def _started(enclosure: Enclosure) -> subprocess.Popen[bytes]:
 
     It stays in the process group of this process, which is killed with a reward worker, unless it has its own.
     """
-    started: Future[subprocess.Popen[bytes]] = Future()
+    future: Future[subprocess.Popen[bytes]] = Future()
 
     def live() -> None:
         try:
@@ -279,15 +279,15 @@ def _started(enclosure: Enclosure) -> subprocess.Popen[bytes]:
                 start_new_session=enclosure.has_own_group,
             )
         except OSError as error:
-            started.set_exception(error)
+            future.set_exception(error)
             return
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
-        started.set_result(process)
+        future.set_result(process)
         process.wait()
 
     threading.Thread(target=live, name="sandbox", daemon=True).start()
-    return started.result()
+    return future.result()
 
 
 def _wait(pipe: IO[bytes], event: int, deadline: float) -> None:

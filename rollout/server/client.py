@@ -107,9 +107,9 @@ class ServerClient:
         failure = state.outcome.exception()
         assert isinstance(failure, _Transient)
         cause, kind = failure.args
-        tried = "" if state.attempt_number == 1 else f" (tried {state.attempt_number} times)"
+        tries = "" if state.attempt_number == 1 else f" (tried {state.attempt_number} times)"
         raise kind(
-            f"{self.url} failed{tried}: {cause}; if the server is gone, read its log, restart it, and resume from the "
+            f"{self.url} failed{tries}: {cause}; if the server is gone, read its log, restart it, and resume from the "
             "last checkpoint"
         ) from failure
 

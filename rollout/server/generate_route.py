@@ -59,9 +59,9 @@ class CompactGenerate:
             await reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
             return
         sampling = asyncio.ensure_future(self._sample(state.engine_client, prompt, params, adapter))
-        gone = asyncio.ensure_future(_disconnect(receive))
-        await asyncio.wait({sampling, gone}, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
+        disconnection = asyncio.ensure_future(_disconnect(receive))
+        await asyncio.wait({sampling, disconnection}, return_when=asyncio.FIRST_COMPLETED)
+        disconnection.cancel()
         if not sampling.done():
             sampling.cancel()  # vLLM then aborts the request
             return
@@ -75,8 +75,8 @@ class CompactGenerate:
             await reply(send, 200, answer)
 
     async def _sample(self, engine: Any, prompt: dict[str, Any], params: Any, adapter: Any) -> dict[str, Any]:
-        chosen = {} if adapter is None else {"lora_request": adapter}
-        stream = engine.generate(prompt, params, f"lockstep-{next(self._numbers)}", **chosen)
+        options = {} if adapter is None else {"lora_request": adapter}
+        stream = engine.generate(prompt, params, f"lockstep-{next(self._numbers)}", **options)
         outputs = [output async for output in stream]
         (completion,) = outputs[-1].outputs
         if params.prompt_logprobs is not None:

@@ -51,8 +51,8 @@ class RequireKey:
             )
 
     def _has_key(self, scope: Message) -> bool:
-        presented = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-        return hmac.compare_digest(_digest(presented), self._expected)
+        authorization = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        return hmac.compare_digest(_digest(authorization), self._expected)
 
 
 async def reply(send: Send, status: int, body: dict[str, Any]) -> None:

@@ -61,8 +61,8 @@ class EngineService:
         await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
-        found = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(found.encode(), self._authorization.encode()):
+        authorization = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(authorization.encode(), self._authorization.encode()):
             return web.json_response({"error": "the key of the run is missing"}, status=401)
         calls = {
             "facts": self._facts,

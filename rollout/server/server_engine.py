@@ -98,8 +98,8 @@ class ServerEngine:
             client = ServerClient(url, api_key=api_key)
             try:
                 await wait_until_healthy(client, timeout_s=start_timeout_s)
-                described = await client.get("/server_info?config_format=json", timeout_s=CONTROL_TIMEOUT_S)
-                facts = read_facts(client.url, described)
+                description = await client.get("/server_info?config_format=json", timeout_s=CONTROL_TIMEOUT_S)
+                facts = read_facts(client.url, description)
                 has_compact = await client.has_route(ROUTE, timeout_s=CONTROL_TIMEOUT_S)
                 return client, facts, ROUTE if has_compact else GENERATE
             except BaseException:
@@ -200,8 +200,8 @@ class ServerEngine:
         self._admits.set()
 
     async def weight_version(self) -> int:
-        described = await self._client.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
-        return version_number(read_label(described, source=self.name), source=self.name)
+        description = await self._client.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
+        return version_number(read_label(description, source=self.name), source=self.name)
 
     async def label_weights(self, label: str) -> None:
         await self._client.post("/update_weight_version", {"new_version": label}, timeout_s=CONTROL_TIMEOUT_S)
@@ -276,10 +276,8 @@ class ServerEngine:
 
 def read_facts(url: str, described: Any) -> ServerFacts:
     """Read an answer of `/server_info`. Raises `ConfigError` for a server with unusable settings."""
-    malformed = (
-        f"{url}/server_info does not describe a vLLM 0.32 server; start it with `python scripts/serve_engine.py`"
-    )
-    with _malformed_raises(ConfigError, malformed):
+    message = f"{url}/server_info does not describe a vLLM 0.32 server; start it with `python scripts/serve_engine.py`"
+    with _malformed_raises(ConfigError, message):
         config = described["vllm_config"]
         model, parallel = config["model_config"], config["parallel_config"]
         transfer = config["weight_transfer_config"] or {}
@@ -370,14 +368,14 @@ def read_top_scores(
         for token, position in zip(ids[1:], others, strict=True):
             # A token that is not among the most probable ones has an entry beside theirs.
             is_beside = len(position) > top_k
-            ranked = {
+            name_by_rank = {
                 integer(entry["rank"]): name
                 for name, entry in position.items()
                 if not (is_beside and name == str(token))
             }
-            chosen = [str(token), *(ranked[rank] for rank in range(1, top_k + 1))]
-            scored_ids += [_token_id(int(name)) for name in chosen]
-            logprobs += [number(position[name]["logprob"]) for name in chosen]
+            names = [str(token), *(name_by_rank[rank] for rank in range(1, top_k + 1))]
+            scored_ids += [_token_id(int(name)) for name in names]
+            logprobs += [number(position[name]["logprob"]) for name in names]
         return scored_ids, logprobs, [str(span["version"]) for span in choice["weight_versions"] or ()]
 
 
@@ -414,10 +412,10 @@ def _count(value: Any) -> int:
 
 
 def _dtype(value: Any) -> torch.dtype:
-    found = getattr(torch, str(value).removeprefix("torch."))
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(value).removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{value} is not a dtype")
-    return found
+    return dtype
 
 
 def _token_id(value: Any) -> int:

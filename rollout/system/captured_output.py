@@ -30,9 +30,9 @@ def redirect_output(log_path: Path) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for descriptor, saved in console.items():
-            os.dup2(saved, descriptor)
-            os.close(saved)
+        for descriptor, duplicate in console.items():
+            os.dup2(duplicate, descriptor)
+            os.close(duplicate)
         os.close(log)
 
 

@@ -90,12 +90,12 @@ async def _call_in_thread(function: Callable[..., Any], args: Any, kwargs: Any, 
     if len(_abandoned) >= MAX_ABANDONED:
         return Finished(error=TooManyAbandoned(f"{len(_abandoned)} earlier calls never returned and still run"))
     loop = asyncio.get_running_loop()
-    finished: asyncio.Future[Finished] = loop.create_future()
+    future: asyncio.Future[Finished] = loop.create_future()
     context = contextvars.copy_context()
 
     def deliver(result: Finished) -> None:
-        if not finished.done():
-            finished.set_result(result)
+        if not future.done():
+            future.set_result(result)
 
     def work() -> None:
         try:
@@ -114,11 +114,11 @@ async def _call_in_thread(function: Callable[..., Any], args: Any, kwargs: Any, 
         return Finished(error=error)
     try:
         async with asyncio.timeout(timeout_s):
-            return await finished
+            return await future
     except TimeoutError:
         return Finished(error=DeadlineExceeded(f"no answer in {timeout_s:g} s"))
     finally:
-        if finished.cancelled():  # by the deadline or by the caller
+        if future.cancelled():  # by the deadline or by the caller
             _abandoned.add(thread)
 
 

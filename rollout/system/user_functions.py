@@ -72,8 +72,8 @@ def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
             inner = [of for of in symbol.get_namespaces() if isinstance(of, symtable.Function)]
             names[symbol.get_name()] = inner[-1].get_parameters() if inner else None
     if name not in names and not _HIDES_NAMES.search(path.read_text(encoding="utf-8")):
-        written = [key for key, parameters in names.items() if parameters is not None]
-        raise ConfigError(_missing_name(path_text, name, written or names))
+        functions = [key for key, parameters in names.items() if parameters is not None]
+        raise ConfigError(_missing_name(path_text, name, functions or names))
     return names
 
 
@@ -97,19 +97,19 @@ def written_at(spec: str) -> str:
 def _load_module(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"no file {path} (looked in {Path.cwd()}); give the path relative to the working directory")
-    resolved = path.resolve()
+    full_path = path.resolve()
     # Files of the same name in two directories are two modules; the same file is loaded once and shares its state.
-    name = f"lockstep_user_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    name = f"lockstep_user_{full_path.stem}_{hashlib.sha256(str(full_path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, resolved)
-    assert found is not None  # a .py file always has the source loader
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(name, full_path)
+    assert spec is not None  # a .py file always has the source loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up here while it loads
     try:
-        _own_files.add(resolved.parent)
-        found.loader.exec_module(module)
+        _own_files.add(full_path.parent)
+        spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         old = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else ""
@@ -175,8 +175,8 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _place(file: str, line: int | None) -> str:
-    shown = str(Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file)
-    return shown if line is None else f"line {line} of {shown}"
+    shown_path = str(Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file)
+    return shown_path if line is None else f"line {line} of {shown_path}"
 
 
 def file_sha256(spec: str) -> str:

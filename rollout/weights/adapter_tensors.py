@@ -42,18 +42,18 @@ def adapter_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Che
             f"the engines take adapters, and the trained {type(model).__name__} has none; set model.lora.rank=16, or "
             "start the engines without --enable-lora"
         )
-    tensors, adapted = peft_layers(model)
-    held: set[int] = set()
+    tensors, adapted_layers = peft_layers(model)
+    param_ids: set[int] = set()
     for place in checkpoint_places(model.get_base_model(), {name: full_shape(one) for name, one in tensors.items()}):
-        if place.source not in adapted:
+        if place.source not in adapted_layers:
             continue
-        layer = adapted[place.source]
+        layer = adapted_layers[place.source]
         a, b, scale = _only_adapter(layer, place, full_shape(tensors[place.source]))
-        held |= {id(a), id(b)}
+        param_ids |= {id(a), id(b)}
         name = place.name.removesuffix(".weight")
         yield _tensor(f"{name}.lora_A.weight", a, dtype)
         yield _tensor(f"{name}.lora_B.weight", b, dtype, None if scale == 1 else _times(scale))
-    left_out = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in held]
+    left_out = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in param_ids]
     if left_out:
         raise SyncError(
             f"weight sync sends adapters alone, and {len(left_out)} trained parameters are none, first {left_out[0]}; "
@@ -67,9 +67,9 @@ def _tensor(
     dtype: torch.dtype | None,
     merge: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
 ) -> CheckpointTensor:
-    shape, sent = full_shape(param), sent_dtype(param, dtype)
-    source = sent if merge is None else param.dtype  # scaled before it is rounded
-    return CheckpointTensor(ParamMeta(name, sent, shape), (ParamRange(param, 0, shape, source),), merge)
+    shape, wire_dtype = full_shape(param), sent_dtype(param, dtype)
+    source = wire_dtype if merge is None else param.dtype  # scaled before it is rounded
+    return CheckpointTensor(ParamMeta(name, wire_dtype, shape), (ParamRange(param, 0, shape, source),), merge)
 
 
 def _times(scale: float) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:

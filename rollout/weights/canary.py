@@ -102,8 +102,8 @@ class Medians:
     def __str__(self) -> str:
         lengths, worst = self.row.stretches, self.worst
         first = 1 + sum(lengths[:worst])
-        passed = [distance for distance in self.row.distances if distance <= first]
-        beyond = f", beyond {passed[-1]}, where the model begins to compute in another way" if passed else ""
+        edges = [distance for distance in self.row.distances if distance <= first]
+        beyond = f", beyond {edges[-1]}, where the model begins to compute in another way" if edges else ""
         return (
             f"by {self.differences[worst]:.3g} in the median of tokens {first} to {first + lengths[worst] - 1} of a row"
             f"{beyond}, expected at most {self.limits[worst]:.3g}"
@@ -178,8 +178,11 @@ class Canary:
         if not is_long:
             return Expected(short=short)
         assert self.long is not None
-        long, disturbed = _scores(self._score, self._long_ids), _scores(self.long.score_disturbed, self._long_ids)
-        return Expected(short=short, long=long, rounding=(long - disturbed).abs())
+        long, disturbed_scores = (
+            _scores(self._score, self._long_ids),
+            _scores(self.long.score_disturbed, self._long_ids),
+        )
+        return Expected(short=short, long=long, rounding=(long - disturbed_scores).abs())
 
     def compare(self, engines: ControlPlane, expected: Expected) -> dict[str, CanaryResult]:
         """Score the rows by this rank's engines, and return their differences by name."""
@@ -220,10 +223,12 @@ class Canary:
         """Return |Δ log π| of each engine, by name."""
 
         async def difference(engine: SyncedEngine) -> Tensor:
-            sampled = torch.tensor(await engine.score(ids), dtype=torch.float64)
-            if expected.shape != sampled.shape:
-                raise SyncError(f"canary: the trainer scored {len(expected)} tokens, {engine.name} {len(sampled)}")
-            return (expected - sampled).abs()
+            engine_scores = torch.tensor(await engine.score(ids), dtype=torch.float64)
+            if expected.shape != engine_scores.shape:
+                raise SyncError(
+                    f"canary: the trainer scored {len(expected)} tokens, {engine.name} {len(engine_scores)}"
+                )
+            return (expected - engine_scores).abs()
 
         return dict(zip(engines.names, engines.all(difference), strict=True))
 

@@ -56,10 +56,10 @@ def checkpoint_places(model: nn.Module, shapes: Mapping[str, Shape]) -> Iterator
         return
     sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with _WithoutCopies():
-        converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(sources))
+        converted_tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(sources))
     by_storage = {_storage(tensor): name for name, tensor in sources.items()}
-    found: dict[str, list[Place]] = {name: [] for name in sources}
-    for name, tensor in converted.items():
+    places_by_name: dict[str, list[Place]] = {name: [] for name in sources}
+    for name, tensor in converted_tensors.items():
         source = by_storage.get(_storage(tensor))
         if source is None or not tensor.is_contiguous():
             raise SyncError(
@@ -67,8 +67,8 @@ def checkpoint_places(model: nn.Module, shapes: Mapping[str, Shape]) -> Iterator
                 f"{model.config.get_text_config().model_type} model; set model.path to a model of a family in "
                 "docs/models.md"
             )
-        found[source].append(Place(name, source, int(tensor.storage_offset()), tuple(tensor.shape)))
-    for name, places in found.items():
+        places_by_name[source].append(Place(name, source, int(tensor.storage_offset()), tuple(tensor.shape)))
+    for name, places in places_by_name.items():
         if sum(math.prod(place.shape) for place in places) != math.prod(shapes[name]):
             raise SyncError(f"weight sync: transformers saves {name} in part only, {len(places)} tensors of it")
         yield from places

@@ -52,8 +52,8 @@ def checkpoint_tensors(module: nn.Module, dtype: torch.dtype | None) -> Iterator
         from peft import PeftModel
 
         if isinstance(module, PeftModel):
-            tensors, adapted = peft_layers(module)
-            yield from _tensors(module.get_base_model(), tensors, dtype, adapted)
+            tensors, adapted_layers = peft_layers(module)
+            yield from _tensors(module.get_base_model(), tensors, dtype, adapted_layers)
             return
     yield from _tensors(module, _saved(module), dtype, {})
 
@@ -103,9 +103,9 @@ def _tensors(
         if place.source in adapted:
             yield _merged_tensor(place, adapted[place.source], tensor, dtype)
             continue
-        sent = sent_dtype(tensor, dtype)
+        wire_dtype = sent_dtype(tensor, dtype)
         yield CheckpointTensor(
-            ParamMeta(place.name, sent, place.shape), (ParamRange(tensor, place.first, place.shape, sent),)
+            ParamMeta(place.name, wire_dtype, place.shape), (ParamRange(tensor, place.first, place.shape, wire_dtype),)
         )
 
 
@@ -118,47 +118,47 @@ def peft_layers(model: PeftModel) -> tuple[dict[str, torch.Tensor], dict[str, Lo
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    merged: dict[str, LoraLayer] = {}  # adapted layers, by the full name of their base weight
-    not_sent: list[str] = []  # prefixes of adapters, and of the originals of fully trained modules
-    renamed = {PEFT_PREFIX: "", ".base_layer.": "."}
+    merged_layers: dict[str, LoraLayer] = {}  # adapted layers, by the full name of their base weight
+    unsent_prefixes: list[str] = []  # prefixes of adapters, and of the originals of fully trained modules
+    replacements = {PEFT_PREFIX: "", ".base_layer.": "."}
     for path, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            merged[f"{path}.base_layer.weight"] = layer
-            not_sent += [f"{path}.{adapter}." for adapter in layer.adapter_layer_names]
+            merged_layers[f"{path}.base_layer.weight"] = layer
+            unsent_prefixes += [f"{path}.{adapter}." for adapter in layer.adapter_layer_names]
         elif isinstance(layer, ModulesToSaveWrapper):
             active = layer.active_adapters[0]
-            not_sent += [f"{path}.original_module."]
-            not_sent += [f"{path}.modules_to_save.{name}." for name in layer.modules_to_save if name != active]
-            renamed[f".modules_to_save.{active}."] = "."
+            unsent_prefixes += [f"{path}.original_module."]
+            unsent_prefixes += [f"{path}.modules_to_save.{name}." for name in layer.modules_to_save if name != active]
+            replacements[f".modules_to_save.{active}."] = "."
         elif isinstance(layer, BaseTunerLayer):
             raise SyncError(
                 f"weight sync sends only LoRA adapters, found {type(layer).__name__} at {path}; train with "
                 "peft.LoraConfig, or without an adapter"
             )
-    _refuse_tied(model, set(merged))
+    _refuse_tied(model, set(merged_layers))
     tensors: dict[str, torch.Tensor] = {}
-    adapted: dict[str, LoraLayer] = {}
+    adapted_layers: dict[str, LoraLayer] = {}
     for full_name, tensor in _saved(model).items():
-        if full_name.startswith(tuple(not_sent)):
+        if full_name.startswith(tuple(unsent_prefixes)):
             continue
         name = full_name
-        for old, new in renamed.items():
+        for old, new in replacements.items():
             name = name.replace(old, new)
         tensors[name] = tensor
-        if full_name in merged:
-            adapted[name] = merged[full_name]
-    return tensors, adapted
+        if full_name in merged_layers:
+            adapted_layers[name] = merged_layers[full_name]
+    return tensors, adapted_layers
 
 
 def _refuse_tied(model: nn.Module, adapted: set[str]) -> None:
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    for tied in names.values():
-        if len(tied) > 1 and adapted.intersection(tied):
+    for group in names.values():
+        if len(group) > 1 and adapted.intersection(group):
             raise SyncError(
-                f"an adapter on one of the tied weights {tied} cannot be merged: the engine holds one weight for both; "
-                "remove embedding and head from LoraConfig.target_modules"
+                f"an adapter on one of the tied weights {group} cannot be merged: the engine holds one weight for "
+                "both; remove embedding and head from LoraConfig.target_modules"
             )
 
 

@@ -25,21 +25,21 @@ SHOWN_GROUPS = 5
 
 def describe_differences(weights: Iterable[tuple[str, torch.Tensor]], engine_checksums: Mapping[str, str]) -> str:
     """Return a sentence on where the engine's weights differ from these, which are named and cast as sent."""
-    held = {name.rpartition(":")[2]: digest for name, digest in engine_checksums.items()}
-    compared: Counter[str] = Counter()
+    engine_digests = {name.rpartition(":")[2]: digest for name, digest in engine_checksums.items()}
+    counts: Counter[str] = Counter()
     different: Counter[str] = Counter()
-    for name, digest in _digests(weights, held):
-        if held[name] != EMPTY_HASH:
-            compared[_group(name)] += 1
-            different[_group(name)] += digest != held[name]
-    left_out = len(held) - compared.total()
-    scope = f"{compared.total()} of the engine's {len(held)} parameters can be compared"
+    for name, digest in _digests(weights, engine_digests):
+        if engine_digests[name] != EMPTY_HASH:
+            counts[_group(name)] += 1
+            different[_group(name)] += digest != engine_digests[name]
+    left_out = len(engine_digests) - counts.total()
+    scope = f"{counts.total()} of the engine's {len(engine_digests)} parameters can be compared"
     if left_out:
         scope += f", {left_out} are packed, padded or fused"
     wrong = [(group, count) for group, count in different.most_common() if count]
     if not wrong:
         return f"{scope}, and they equal the sent ones: the fault is in the engine's computation"
-    named = ", ".join(f"{group} ({count} of {compared[group]})" for group, count in wrong[:SHOWN_GROUPS])
+    named = ", ".join(f"{group} ({count} of {counts[group]})" for group, count in wrong[:SHOWN_GROUPS])
     more = f" and {len(wrong) - SHOWN_GROUPS} more groups" if len(wrong) > SHOWN_GROUPS else ""
     return f"different from the sent weights: {named}{more}; {scope}"
 
@@ -52,8 +52,8 @@ def _digests(weights: Iterable[tuple[str, torch.Tensor]], held: Mapping[str, str
         is_padded = ("embed" in name or "lm_head" in name) and len(tensor) % VOCABULARY_PADDING != 0
         if target not in held or is_padded:
             continue
-        done, digest = open_hashes.pop(target, (0, hashlib.sha256()))
-        if done != part:
+        next_part, digest = open_hashes.pop(target, (0, hashlib.sha256()))
+        if next_part != part:
             continue  # not in the engine's order, so the hash cannot be compared
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         if part + 1 == parts:
@@ -65,10 +65,10 @@ def _digests(weights: Iterable[tuple[str, torch.Tensor]], held: Mapping[str, str
 def _target(name: str, held: Mapping[str, str]) -> tuple[str, int, int]:
     """Return (parameter of the engine, index of this part in it, number of parts)."""
     if name not in held:
-        for fused, parts in FUSED.items():
+        for fused_name, parts in FUSED.items():
             for index, part in enumerate(parts):
                 if f".{part}." in name:
-                    return name.replace(f".{part}.", f".{fused}."), index, len(parts)
+                    return name.replace(f".{part}.", f".{fused_name}."), index, len(parts)
     return name, 0, 1
 
 

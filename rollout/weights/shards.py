@@ -120,8 +120,8 @@ class Fetch:
                 if len(pieces) > 1:
                     self._received += zip(into, (piece.of(message) for piece in pieces), strict=True)
                 exchanges.append(dist.P2POp(dist.irecv, message, owner))
-        sharded = {piece.index for pieces in self._parts.values() for piece in pieces}
-        self._in_use += [values[index] for index in sorted(sharded) if values]
+        sharded_indices = {piece.index for pieces in self._parts.values() for piece in pieces}
+        self._in_use += [values[index] for index in sorted(sharded_indices) if values]
         if exchanges:
             self.is_under_way = True
             self._works = dist.batch_isend_irecv(exchanges)
@@ -138,8 +138,8 @@ class Fetch:
         works, self._works = self._works, []
         for work in works:
             work.wait()
-        received, self._received = self._received, []
-        for into, piece in received:
+        pieces, self._received = self._received, []
+        for into, piece in pieces:
             into.copy_(piece)
         self._order.record(in_use)
         self.is_under_way = False
@@ -270,9 +270,9 @@ def shard_ranges(param_range: ParamRange, members: Sequence[int]) -> list[ShardR
     if not is_sharded(param_range.param):
         return []
     length: int = param_range.param.ds_tensor.ds_numel  # type: ignore[attr-defined]
-    start, end, found = param_range.start, param_range.start + param_range.count, []
+    start, end, ranges = param_range.start, param_range.start + param_range.count, []
     for index, owner in enumerate(members):
         first, last = max(start, index * length), min(end, (index + 1) * length)
         if first < last:
-            found.append(ShardRange(owner, first - start, first - index * length, last - first))
-    return found
+            ranges.append(ShardRange(owner, first - start, first - index * length, last - first))
+    return ranges

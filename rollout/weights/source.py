@@ -173,9 +173,9 @@ class _Pass:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        started = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - start
 
 
 class _Metadata(list[ParamMeta]):
@@ -208,8 +208,8 @@ class ZeroSource(WeightSource):
         adapters_only: bool = False,
     ) -> None:
         model = unwrap(module)
-        found = adapter_tensors(model, dtype) if adapters_only else checkpoint_tensors(model, dtype)
-        tensors = {tensor.meta.name: tensor for tensor in found}
+        sent_tensors = adapter_tensors(model, dtype) if adapters_only else checkpoint_tensors(model, dtype)
+        tensors = {tensor.meta.name: tensor for tensor in sent_tensors}
         plan = plan_buckets([tensor.meta for tensor in tensors.values()], bucket_bytes)
         self._rank = own_rank()
         self._is_reader = readers is None or self._rank in readers
@@ -264,9 +264,9 @@ class ZeroSource(WeightSource):
         A collective if adapters are merged. Each rank must send a bucket before it asks for the next.
         """
         self._pass = _Pass(self._merged, is_reader=self._is_reader)
-        for bucket, merged in zip(self._buckets, self._pass.buckets(), strict=True):
-            whole = dict(merged)
-            yield [sent for tensor in bucket.tensors if (sent := self._own_part(tensor, whole)) is not None]
+        for bucket, merged_tensors in zip(self._buckets, self._pass.buckets(), strict=True):
+            whole = dict(merged_tensors)
+            yield [part for tensor in bucket.tensors if (part := self._own_part(tensor, whole)) is not None]
 
     def _own_part(self, tensor: CheckpointTensor, merged: Mapping[str, torch.Tensor]) -> SentElements | None:
         source, ranges = tensor.ranges[0], self._shard_ranges[tensor.meta.name]

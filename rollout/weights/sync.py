@@ -149,7 +149,7 @@ class WeightSync:
 
         from lockstep.rollout.weights.source import ZeroSource
 
-        readers = [rank for rank, found in enumerate(by_rank) if found]
+        readers = [rank for rank, traits in enumerate(by_rank) if traits]
         self._source = ZeroSource(
             module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers, adapters_only=takes_adapters
         )
@@ -180,18 +180,18 @@ class WeightSync:
         is_asleep = self._is_asleep
         if is_asleep:
             phase("waking the engines", lambda: self._wake("weights"))
-        started = time.perf_counter()
+        pause_start = time.perf_counter()
         phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
-        paused = time.perf_counter()
+        transfer_start = time.perf_counter()
         self._is_joined = False  # until it succeeds: a broken transfer leaves unknown messages
         phase("sending the weights", self._send, is_stuck=lambda: self._source.is_exchanging)
         self._is_joined = True
-        sent = time.perf_counter()
+        transfer_end = time.perf_counter()
         if is_asleep:
             phase("waking the engines' caches", lambda: self._wake("kv_cache"))
             self._is_asleep = False
         phase("resuming the engines", lambda: self._engines.all(lambda engine: self._release(engine, version)))
-        pause_s = time.perf_counter() - started
+        pause_s = time.perf_counter() - pause_start
         gather_s = self._source.gather_s
         began = time.perf_counter()
         results = {} if canary is None or expected is None else self._check_canary(version, canary, expected)
@@ -203,7 +203,7 @@ class WeightSync:
         return SyncReport(
             version=version,
             gather_s=gather_s,
-            transfer_s=max(0.0, sent - paused - gather_s),
+            transfer_s=max(0.0, transfer_end - transfer_start - gather_s),
             pause_s=pause_s,
             bytes=sum(self._sizes),
             canary_abs_diff=max((one.short for one in results.values()), default=math.nan),
@@ -259,9 +259,11 @@ class WeightSync:
     async def _release(self, engine: SyncedEngine, version: int) -> None:
         # Pausing cleared the cache, but requests may have arrived since.
         await engine.reset_prefix_cache()
-        found = await engine.weight_version()
-        if found != version:
-            raise SyncError(f"{engine.name} reports weight version {found}, expected version {version}, which was sent")
+        engine_version = await engine.weight_version()
+        if engine_version != version:
+            raise SyncError(
+                f"{engine.name} reports weight version {engine_version}, expected version {version}, which was sent"
+            )
         await engine.resume()
 
     def _check_canary(self, version: int, canary: Canary, expected: Expected) -> dict[str, CanaryResult]:
@@ -307,9 +309,9 @@ class WeightSync:
 
     def _connect(self) -> None:
         """Connect the engines' workers with all their senders. A collective."""
-        found = self._ranks.run_phase("listening for the engines", self._listen)
+        receivers = self._ranks.run_phase("listening for the engines", self._listen)
         self._transport: TrainerWeightTransferEngine[Any] = self._ranks.run_phase(
-            "connecting to the engines", lambda: self._join([one for one in found if one is not None]), own=True
+            "connecting to the engines", lambda: self._join([one for one in receivers if one is not None]), own=True
         )
         self._is_joined = True
 
@@ -472,10 +474,10 @@ def _common_settings(engines: Sequence[tuple[str, EngineTraits]]) -> EngineTrait
     if not engines:
         raise SyncError("weight sync: no rank has an engine")
     first_name, first = engines[0]
-    for name, found in engines:
-        if found != first:
+    for name, settings in engines:
+        if settings != first:
             raise SyncError(
-                f"{name} has (weight transfer, dtype, vocabulary, adapters, quantization) {found}, {first_name} has "
+                f"{name} has (weight transfer, dtype, vocabulary, adapters, quantization) {settings}, {first_name} has "
                 f"{first}; start all with the same settings"
             )
     return first

@@ -20,13 +20,13 @@ DRIVER, NCCL = 580, (2, 29, 7)
 
 
 def environment(subject: Subject) -> list[Measured]:
-    found = [
+    measurements = [
         equal("build of torch for", (torch.version.cuda or "CPU").partition(".")[0], subject.pick("13", "CPU")),
         equal("kernels of vLLM", _imported(_kernels(subject.device)), "loaded"),
         equal("allocator of torch", _allocator(), "shares memory"),
     ]
     if subject.rehearses:
-        return [*found, above("free memory, GiB", _free_main_memory() / 2**30, 1)]
+        return [*measurements, above("free memory, GiB", _free_main_memory() / 2**30, 1)]
     free = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"],
@@ -34,7 +34,7 @@ def environment(subject: Subject) -> list[Measured]:
     ).stdout  # fmt: skip
     found_nccl = nccl.version()
     return [
-        *found,
+        *measurements,
         above("driver", int(driver.partition(".")[0]), DRIVER - 1),
         equal(f"NCCL {'.'.join(map(str, found_nccl))}", "enough" if found_nccl >= NCCL else "too old", "enough"),
         above("free share of GPU memory, least", min(now / total for now, total in free), 0.9),

@@ -28,7 +28,7 @@ HALF = "weights in half"
 
 
 def attention(subject: Subject) -> list[Measured]:
-    found = []
+    measurements = []
     rows, narrow = _rows(subject), subject.pick(64, 16)
     layers = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}
     cases = {
@@ -42,16 +42,16 @@ def attention(subject: Subject) -> list[Measured]:
     for name, changes in cases.items():
         policy = subject.new_policy(**changes)
         true = _scored(policy, lambda policy=policy: torch.cat([_plain(policy, row) for row in rows]))
-        mixed = subject.autocast
+        autocast = subject.autocast
         if name == HALF:
             policy = Policy(policy.model.to(getattr(torch, subject.dtype)), compute_dtype=subject.dtype)
-            mixed = contextlib.nullcontext
-        with mixed():
+            autocast = contextlib.nullcontext
+        with autocast():
             alone = _scored(policy, lambda policy=policy: torch.cat([_plain(policy, row) for row in rows]))
         for share in (False, True):
             packed = collate(rows, range(len(rows)), share_prefixes=share, device=subject.device)
             with (
-                mixed(),
+                autocast(),
                 contextlib.nullcontext() if subject.rehearses else _without_math(),
                 _counted_kernels() as calls,
             ):
@@ -59,14 +59,14 @@ def attention(subject: Subject) -> list[Measured]:
                     policy, lambda policy=policy, packed=packed: policy(packed, with_entropy=False)[0]
                 )
             which = f"{name}, {'shared prefixes' if share else 'whole rows'}"
-            turned, floor = (1 - _cosine(gradients, true[1]) for gradients in (gradient, alone[1]))
-            found += [
+            angle, floor = (1 - _cosine(gradients, true[1]) for gradients in (gradient, alone[1]))
+            measurements += [
                 equal(f"{which}: prefixes are shared", packed.prefixes is not None, share),
                 equal(f"{which}: calls of the kernel, one per layer", len(calls), subject.pick(4, 0)),
                 *within_floor(which, (logp - true[0]).abs(), (alone[0] - true[0]).abs(), least=1e-5),
-                below(f"{which}: 1 - cosine of gradients", turned, max(2 * floor, 1e-5)),
+                below(f"{which}: 1 - cosine of gradients", angle, max(2 * floor, 1e-5)),
             ]
-    return found
+    return measurements
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def recurrent(subject: Subject) -> list[Measured]:
-    found = []
+    measurements = []
     for name in ("falcon_h1", "qwen3_next"):
         torch.manual_seed(0)
         config = ARCHITECTURES[name](vocab_size=512, eos_token_id=0, pad_token_id=0)
@@ -98,8 +98,8 @@ def recurrent(subject: Subject) -> list[Measured]:
                 return policy(packed, with_entropy=False)[0][None]
 
         leak = isolation.leak(score, vocab_size=512, length=subject.pick(600, 100), device=subject.device)
-        found.append(below(f"{name}: mean |Δ log π| by other rows", leak, subject.pick(0.03, 1e-5)))
-    return found
+        measurements.append(below(f"{name}: mean |Δ log π| by other rows", leak, subject.pick(0.03, 1e-5)))
+    return measurements
 
 
 def _without_math() -> Any:
@@ -113,10 +113,10 @@ def _rows(subject: Subject) -> list[TrainingRow]:
     parts = [(prompt, unit), (prompt, 2 * unit), (prompt, 3), ((*prompt, *others[0]), unit), (others[1], 2 * unit)]
     rows: list[TrainingRow] = []
     for index, (before, length) in enumerate(parts):
-        sampled = others[index][:length] if index else others[4][:length]
+        sampled_ids = others[index][:length] if index else others[4][:length]
         call = EngineCall(
             prompt_ids=before,
-            sampled_ids=sampled,
+            sampled_ids=sampled_ids,
             sampled_logprobs=(-1.0,) * length,
             finish_reason=FinishReason.STOP,
         )
@@ -143,25 +143,25 @@ def _scored(policy: Policy, forward: Callable[[], torch.Tensor]) -> tuple[torch.
 
 
 def head(subject: Subject) -> list[Measured]:
-    found = []
+    measurements = []
     for dtype in (torch.float32, torch.bfloat16):
         full, fused = (_head_cost(subject, dtype, compute) for compute in (_full_head, _fused_head))
         difference = (full["logp"] - fused["logp"]).abs()
         gradients = [torch.nn.functional.cosine_similarity(full[name], fused[name], dim=0) for name in ("dh", "dw")]
         name = str(dtype).removeprefix("torch.")
         is_exact = dtype == torch.float32
-        found += [
+        measurements += [
             below(f"{name}: largest |Δ log π|", difference.max().item(), 1e-5)
             if is_exact
             else below(f"{name}: mean |Δ log π|", difference.mean().item(), 2e-3),
             above(f"{name}: cosine of gradients, least", min(gradients).item(), 0.99999 if is_exact else 0.999),
         ]
         if not subject.rehearses:
-            found += [
+            measurements += [
                 below(f"{name}: memory of the full head", fused["bytes"] / full["bytes"], 0.35),
                 below(f"{name}: time of the full head", fused["seconds"] / full["seconds"], 1.3),
             ]
-    return found
+    return measurements
 
 
 def _head_cost(subject: Subject, dtype: torch.dtype, compute: Callable[..., torch.Tensor]) -> dict[str, Any]:
@@ -179,13 +179,13 @@ def _head_cost(subject: Subject, dtype: torch.dtype, compute: Callable[..., torc
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             peak = torch.cuda.memory_allocated()
-        started = time.perf_counter()
+        start = time.perf_counter()
         logp = compute(states, weight, targets)
         logp.mean().backward()
         if not subject.rehearses:
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - peak
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
     assert states.grad is not None
     assert weight.grad is not None
     gradients = {"dh": states.grad.float().flatten(), "dw": weight.grad.float().flatten()}

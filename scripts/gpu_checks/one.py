@@ -33,11 +33,11 @@ def main(module: str, name: str, directory: str, *flags: str) -> int:
     subject = Subject(directory=folder, rehearses="--rehearse" in flags)
     try:
         check: Callable[[Subject], Sequence[Measured]] = getattr(importlib.import_module(module), name)
-        found = {"measured": [asdict(measured) for measured in check(subject)]}
+        report = {"measured": [asdict(item) for item in check(subject)]}
     except Exception as error:  # a check may fail in any way, and the others still run
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"}
-    (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
+        report = {"error": f"{type(error).__name__}: {error}"}
+    (folder / RESULT).write_text(json.dumps(report), encoding="utf-8")
     if not subject.rehearses:
         (folder / "memory.txt").write_text(torch.cuda.memory_summary(), encoding="utf-8")
     return 0

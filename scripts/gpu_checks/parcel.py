@@ -68,11 +68,11 @@ def _machine() -> Iterator[tuple[str, str]]:
         if shutil.which(command[0]) is None:
             yield name, f"{command[0]} was not found"
         else:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            yield name, done.stdout + done.stderr
+            result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            yield name, result.stdout + result.stderr
     variables = {name: value for name, value in sorted(os.environ.items()) if VARIABLES.search(name)}
-    shown = (f"{name}={'<redacted>' if is_secret(name, value) else value}" for name, value in variables.items())
-    yield "environment.txt", "\n".join(shown)
+    lines = (f"{name}={'<redacted>' if is_secret(name, value) else value}" for name, value in variables.items())
+    yield "environment.txt", "\n".join(lines)
     packages = {f"{each.metadata['Name']}=={each.version}" for each in importlib.metadata.distributions()}
     yield "packages.txt", "\n".join(sorted(packages, key=str.lower))
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]

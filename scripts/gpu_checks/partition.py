@@ -34,7 +34,7 @@ ONE_PACK, MANY_PACKS = 100_000, 96
 def partition(subject: Subject) -> list[Measured]:
     model = Subject(directory=subject.directory, rehearses=True).saved  # float32: a tiny one shows more
     whole = _gradient(model, ONE_PACK, None)
-    found = [above("norm of the gradient", float(np.linalg.norm(whole["gradient"])), 1e-4)]
+    measurements = [above("norm of the gradient", float(np.linalg.norm(whole["gradient"])), 1e-4)]
     partitions = {"one process, many microbatches": (None, MANY_PACKS)}
     if not subject.rehearses:
         partitions |= {f"{name} on two ranks": (name, MANY_PACKS) for name in ("ddp", "zero2", "zero3")}
@@ -48,13 +48,13 @@ def partition(subject: Subject) -> list[Measured]:
             with np.load(out) as arrays:
                 other = dict(arrays)
         error = np.linalg.norm(other["gradient"] - whole["gradient"]) / np.linalg.norm(whole["gradient"])
-        found += [
+        measurements += [
             below(f"{name}: relative error", float(error), 1e-5),
             above(f"{name}: microbatches of a rank", float(other["microbatches"]), 1),
         ]
         if launcher is not None:
-            found.append(equal(f"{name}: sent weights equal gathered ones", bool(other["is_sent_whole"]), True))
-    return found
+            measurements.append(equal(f"{name}: sent weights equal gathered ones", bool(other["is_sent_whole"]), True))
+    return measurements
 
 
 class _GradientsOnly(Distributed):
@@ -89,25 +89,27 @@ def _gradient(model: Path, token_budget: int, out: Path | None) -> dict[str, Any
     correction = StepCorrection.of(batch, logprobs.old, CorrectionConfig(mode="token_truncate"))
     targets, _ = rollout_targets(batch, logprobs, correction, config.algorithm)
     metrics = updater.update(batch, targets).metrics
-    found = {"gradient": distributed.gradient, "microbatches": metrics["perf/microbatches"]}
+    facts = {"gradient": distributed.gradient, "microbatches": metrics["perf/microbatches"]}
     if out is not None:
-        found["is_sent_whole"] = _is_sent_whole(distributed)
+        facts["is_sent_whole"] = _is_sent_whole(distributed)
         if distributed.is_main:
-            np.savez(out, **found)
+            np.savez(out, **facts)
         distributed.close()
-    return found
+    return facts
 
 
 def _is_sent_whole(distributed: Distributed) -> bool:
     """Return True if the weights that transports send are the gathered ones; a collective."""
     model = distributed.unwrapped.model
     with distributed.whole_parameters(model):
-        gathered = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+        whole = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     source = ZeroSource(model, dtype=torch.float32, bucket_bytes=2**16, readers=[0])
-    sent = {name: tensor.cpu().clone() for name, tensor in source}
+    sent_tensors = {name: tensor.cpu().clone() for name, tensor in source}
     if not distributed.is_main:
         return True
-    return sent.keys() == gathered.keys() and all(torch.equal(gathered[name], sent[name]) for name in sent)
+    return sent_tensors.keys() == whole.keys() and all(
+        torch.equal(whole[name], sent_tensors[name]) for name in sent_tensors
+    )
 
 
 def _rollouts() -> list[Rollout]:

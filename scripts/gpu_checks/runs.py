@@ -56,10 +56,10 @@ def launched(config: str, ranks: int, arguments: Sequence[str], flags: Sequence[
 def first_update(subject: Subject) -> list[Measured]:
     settings = {"profile": "true", "profile_steps": 1}
     lines = _run(subject, "first", 2, settings)
-    found = _sound(subject, "", lines, 2)
+    measurements = _sound(subject, "", lines, 2)
     seconds = {name: lines[-1][f"time/{name}"] for name in ("rollout", "score", "update", "sync") if lines}
-    found += [unbounded(f"{name}, s", value) for name, value in seconds.items()]
-    return found + [
+    measurements += [unbounded(f"{name}, s", value) for name, value in seconds.items()]
+    return measurements + [
         unbounded(f"sync, {part}", lines[-1][f"sync/{part}"]) for part in ("gather_s", "transfer_s", "pause_s")
     ]
 
@@ -70,15 +70,15 @@ def loop(subject: Subject) -> list[Measured]:
     rate = 1.0 if subject.rehearses else _product_rate()
     settings = {**_big(subject), "logger.peak_tflops": rate}
     lines = _run(subject, "loop", updates, settings, launcher="zero3" if gpus > 1 else None, ranks=gpus)
-    found = _sound(subject, "", lines, updates)
+    measurements = _sound(subject, "", lines, updates)
     if subject.rehearses:
-        return found
+        return measurements
     shares = {
         stage: statistics.median(line[f"time/{stage}"] / line["time/step"] for line in lines[1:])  # the first compiles
         for stage in ("rollout", "reward", "score", "update", "sync")
     }
     return [
-        *found,
+        *measurements,
         *(unbounded(f"{stage}, share of a step", share) for stage, share in shares.items() if stage != "sync"),
         below("sync, share of a step", shares["sync"], 0.1),
         unbounded("products of this GPU, TFLOP/s", rate),
@@ -92,20 +92,20 @@ def _product_rate(size: int = 8192, times: int = 10) -> float:
     seconds = []
     for _ in range(times):
         torch.cuda.synchronize()
-        started = time.perf_counter()
+        start = time.perf_counter()
         left @ right
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds) / 1e12
 
 
 def ranks(subject: Subject) -> list[Measured]:
     gpus = torch.cuda.device_count()
-    found = []
+    measurements = []
     for launcher in ("ddp", "zero2", "zero3"):
         lines = _run(subject, launcher, 2, {}, launcher=launcher, ranks=gpus)
-        found += _sound(subject, f"{launcher}: ", lines, 2)
-    return found
+        measurements += _sound(subject, f"{launcher}: ", lines, 2)
+    return measurements
 
 
 def stale(subject: Subject) -> list[Measured]:
@@ -140,12 +140,14 @@ def mixture(subject: Subject) -> list[Measured]:
         **subject.config().to_dict()
         | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": subject.pick(768, 64), "model_type": ""}
     )
-    found = []
+    measurements = []
     for replay in ("none", "engine"):
         settings = {"model.path": _saved(subject, "mixture", config), "correction.routing_replay": replay}
         lines = _run(subject, f"mixture-{replay}", 2, settings)
-        found += _sound(subject, f"routes of {'the engine' if replay == 'engine' else 'the trainer'}: ", lines, 2)
-    return found
+        measurements += _sound(
+            subject, f"routes of {'the engine' if replay == 'engine' else 'the trainer'}: ", lines, 2
+        )
+    return measurements
 
 
 def long_row(subject: Subject) -> list[Measured]:
@@ -163,12 +165,12 @@ def long_row(subject: Subject) -> list[Measured]:
 
 def adapter_ranks(subject: Subject) -> list[Measured]:
     gpus = torch.cuda.device_count()
-    found = []
+    measurements = []
     for launcher in ("ddp", "zero3"):
         settings = {"method": "lora", "optimizer.lr": 1e-6}
         lines = _run(subject, f"lora-{launcher}", 2, settings, launcher=launcher, ranks=gpus)
-        found += _sound(subject, f"{launcher}: ", lines, 2)
-    return found
+        measurements += _sound(subject, f"{launcher}: ", lines, 2)
+    return measurements
 
 
 def offload(subject: Subject) -> list[Measured]:
@@ -191,11 +193,11 @@ def _sound(
     is_stale: the rollouts are from older weights, whose KL adds to that of the precision.
     """
     kl, k3 = STALE if is_stale else (subject.pick(*KL), subject.pick(*K3))
-    found = [equal(f"{name}updates", len(lines), updates)]
+    measurements = [equal(f"{name}updates", len(lines), updates)]
     if not lines:
-        return found
+        return measurements
     return [
-        *found,
+        *measurements,
         equal(f"{name}token match rate, least", min(line["rollout/token_match_rate"] for line in lines), 1.0),
         below(f"{name}|kl|, largest", max(abs(line[PREFIX + "kl"]) for line in lines), kl),
         below(f"{name}k3, largest", max(line[PREFIX + "k3_kl"] for line in lines), k3),
@@ -247,8 +249,8 @@ def _run(
     if launcher is not None:
         command = launched(launcher, ranks, ["scripts/train.py", *settings], flags)
     subprocess.run(command, cwd=ROOT, check=True)
-    written = (subject.directory / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line for line in map(json.loads, written) if "reward/mean" in line]
+    lines = (subject.directory / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if "reward/mean" in line]
 
 
 def _settings(subject: Subject, name: str, updates: int) -> dict[str, Any]:

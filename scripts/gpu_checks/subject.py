@@ -143,18 +143,18 @@ class Subject:
         """Start an engine, with a policy that has its weights and can push others. policy: None for a new one."""
         with self.engine(**settings) as engine:
             policy = policy or self.new_policy(lora)
-            served = Served(subject=self, engine=engine, policy=policy)
-            served.sync = WeightSync(
+            pair = Served(subject=self, engine=engine, policy=policy)
+            pair.sync = WeightSync(
                 module=policy.model,
                 engines=[engine],
-                score_canary=served.scores,
+                score_canary=pair.scores,
                 deadline_s=120,
                 sleep_level=sleep_level,
             )
             try:
-                yield served
+                yield pair
             finally:
-                served.sync.close()
+                pair.sync.close()
 
 
 @dataclass(kw_only=True)
@@ -193,9 +193,9 @@ class Served:
     @torch.no_grad()
     def scores(self, ids: Sequence[int], error: float = 0.0) -> list[float]:
         """Return the trainer's log π(ids[i] | ids[:i]) for i >= 1. error: as in `Updater.logprobs`."""
-        packed = collate([whole_row(ids)], [0], device=self.subject.device)
+        pack = collate([whole_row(ids)], [0], device=self.subject.device)
         with self.subject.autocast(), rounding_errors(self.policy, error):
-            return self.policy(packed, with_entropy=False)[0].float().tolist()
+            return self.policy(pack, with_entropy=False)[0].float().tolist()
 
     def trained_logprobs(self, calls: Sequence[EngineCall]) -> torch.Tensor:
         """Return the trainer's log π of every sampled token, call by call."""
@@ -203,8 +203,8 @@ class Served:
 
     def mismatch(self, calls: Sequence[EngineCall]) -> torch.Tensor:
         """Return |Δ log π| between engine and trainer of every sampled token."""
-        sampled = torch.tensor([logprob for call in calls for logprob in call.sampled_logprobs])
-        return (self.trained_logprobs(calls) - sampled).abs()
+        engine_logprobs = torch.tensor([logprob for call in calls for logprob in call.sampled_logprobs])
+        return (self.trained_logprobs(calls) - engine_logprobs).abs()
 
     def agreement(self, name: str, differences: torch.Tensor, calls: Sequence[EngineCall]) -> list[Measured]:
         """Expect |Δ log π| of these calls to be no more than what rounding explains.
@@ -219,8 +219,8 @@ class Served:
     def rounded_logprobs(self, calls: Sequence[EngineCall]) -> torch.Tensor:
         """Return log π of every sampled token with all weights in the engine's dtype, as the engine holds them."""
         dtype = getattr(torch, self.subject.dtype)
-        rounded = Policy(copy.deepcopy(self.policy.model).to(dtype), compute_dtype=self.subject.dtype)
-        return _logprobs(rounded, calls, contextlib.nullcontext(), self.subject.device)
+        rounded_policy = Policy(copy.deepcopy(self.policy.model).to(dtype), compute_dtype=self.subject.dtype)
+        return _logprobs(rounded_policy, calls, contextlib.nullcontext(), self.subject.device)
 
 
 @torch.no_grad()
@@ -229,7 +229,7 @@ def _logprobs(
 ) -> torch.Tensor:
     with context:
         packs = [collate(rows_from_calls([call]), [0], device=device) for call in calls]
-        return torch.cat([policy(packed, with_entropy=False)[0].float().cpu() for packed in packs])
+        return torch.cat([policy(pack, with_entropy=False)[0].float().cpu() for pack in packs])
 
 
 class _ChangedEngine(EmbeddedEngine):

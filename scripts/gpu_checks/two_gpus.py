@@ -45,8 +45,8 @@ BUDGET = 16_384
 
 
 def nccl(subject: Subject) -> list[Measured]:
-    found = _pushes(subject, [1])
-    return found + (_pushes(subject, [1, 2]) if torch.cuda.device_count() > 2 else [])
+    measurements = _pushes(subject, [1])
+    return measurements + (_pushes(subject, [1, 2]) if torch.cuda.device_count() > 2 else [])
 
 
 def _pushes(subject: Subject, gpus: list[int]) -> list[Measured]:
@@ -68,27 +68,27 @@ def _pushes(subject: Subject, gpus: list[int]) -> list[Measured]:
         with BackgroundLoop() as loop:
             vocabulary = subject.config().vocab_size
             engine = ServerEngine(f"http://{LOOPBACK}:{PORT}", loop=loop, vocab_size=vocabulary, api_key=key)
-            served = Served(subject=subject, engine=engine, policy=subject.new_policy())
-            served.sync = WeightSync(module=served.policy.model, engines=[engine], score_canary=served.scores)
+            pair = Served(subject=subject, engine=engine, policy=subject.new_policy())
+            pair.sync = WeightSync(module=pair.policy.model, engines=[engine], score_canary=pair.scores)
             reports = []
             for seed in range(5):
-                served.perturb(seed)
-                reports.append(served.push())
+                pair.perturb(seed)
+                reports.append(pair.push())
             torch.cuda._sleep(10**9)  # about half a second, in which the change below is queued
             with torch.no_grad():
-                for parameter in served.policy.causal_lm.get_decoder().get_submodule("layers.2").parameters():
+                for parameter in pair.policy.causal_lm.get_decoder().get_submodule("layers.2").parameters():
                     parameter.mul_(1.5)
-            reports.append(served.push())
-            calls = served.sample(subject.prompts(8, 24), 32)
-            agreed = served.agreement(f"{name}, after a push behind queued kernels", served.mismatch(calls), calls)
-            served.sync.close()
+            reports.append(pair.push())
+            calls = pair.sample(subject.prompts(8, 24), 32)
+            agreement = pair.agreement(f"{name}, after a push behind queued kernels", pair.mismatch(calls), calls)
+            pair.sync.close()
             loop.run(engine.close())
     finally:
         server.terminate()
         server.wait(timeout=60)
     return [
         below(f"{name}: largest canary", max(report.canary_abs_diff for report in reports), 0.3),
-        *agreed,
+        *agreement,
         above(f"{name}: GB/s, fastest (NVLink: 50)", max(report.gb_per_s for report in reports), 10),
     ]
 
@@ -101,33 +101,33 @@ def _visible(gpus: list[int]) -> str:
 
 
 def memory(subject: Subject) -> list[Measured]:
-    found = []
+    measurements = []
     for config in ("ddp", "zero3"):
         out = subject.directory / config
         out.mkdir()
         arguments = ["-m", "scripts.gpu_checks.two_gpus", str(subject.saved), str(out)]
-        done = subprocess.run(launched(config, 2, arguments), cwd=ROOT, check=False)
-        ended = time.time()
+        result = subprocess.run(launched(config, 2, arguments), cwd=ROOT, check=False)
+        end = time.time()
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("rank*.json"))]
         peak = ranks[0]["peak"] / ranks[0]["planned"]
-        found += [
+        measurements += [
             above(f"{config}: peak over the plan", peak, 2 / 3),
             below(f"{config}: peak over the plan", peak, 4 / 3),
         ]
         if config == "ddp":
             budgets = [rank.get("budget", -1) for rank in ranks]
-            found += [
+            measurements += [
                 equal("ddp: ranks with the same budget", len(budgets) if len(set(budgets)) == 1 else 1, 2),
                 below("ddp: budget after memory ran out", max(budgets), BUDGET),
                 above("ddp: budget after memory ran out", min(budgets), 0),
             ]
         else:
-            found += [
-                equal("zero3: run failed", done.returncode != 0, True),
-                below("zero3: seconds until all processes ended", ended - ranks[0]["limited_at"], 120),
-                unbounded("zero3: status of the launcher", done.returncode),
+            measurements += [
+                equal("zero3: run failed", result.returncode != 0, True),
+                below("zero3: seconds until all processes ended", end - ranks[0]["limited_at"], 120),
+                unbounded("zero3: status of the launcher", result.returncode),
             ]
-    return found
+    return measurements
 
 
 def _rank(model: Path, out: Path) -> None:
@@ -148,20 +148,20 @@ def _rank(model: Path, out: Path) -> None:
     update()
     peak = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
-    kept, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
+    base_bytes, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
     plan = memory_plan(
         ModelShape.of(policy, policy.model, policy.causal_lm.config),
         config,
         distributed.sharding,
     )
-    planned = plan.total - plan.engine_weights - plan.kv_cache
+    planned_bytes = plan.total - plan.engine_weights - plan.kv_cache
     path = out / f"rank{distributed.rank}.json"
-    found = {"peak": peak, "planned": planned, "limited_at": time.time()}
-    path.write_text(json.dumps(found), encoding="utf-8")
+    facts = {"peak": peak, "planned": planned_bytes, "limited_at": time.time()}
+    path.write_text(json.dumps(facts), encoding="utf-8")
     if distributed.rank == 1:
-        torch.cuda.set_per_process_memory_fraction((kept + 0.6 * (peak - kept)) / total)
+        torch.cuda.set_per_process_memory_fraction((base_bytes + 0.6 * (peak - base_bytes)) / total)
     update()
-    path.write_text(json.dumps({**found, "budget": updater.scorer.budget.tokens}), encoding="utf-8")
+    path.write_text(json.dumps({**facts, "budget": updater.scorer.budget.tokens}), encoding="utf-8")
     distributed.close()
 
 

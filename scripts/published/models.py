@@ -46,8 +46,8 @@ class Published:
     @property
     def config(self) -> dict[str, Any]:
         """Return the small config.json."""
-        merged = _merged(self.published, self.reduced)
-        small = json.dumps({name: value for name, value in merged.items() if name not in self.drop})
+        settings = _merged(self.published, self.reduced)
+        small = json.dumps({name: value for name, value in settings.items() if name not in self.drop})
         return json.loads(small.replace('"Infinity"', "Infinity"))
 
 

@@ -124,16 +124,16 @@ def prove(one: Published, directory: Path, *, mode: str = "float32", python: str
         model = save_model(one, directory / "model")
     except (TypeError, ValueError, ImportError, RuntimeError, AttributeError, KeyError) as error:
         return Proof(**facts, refusal=f"transformers: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
-    done = _train(model, directory, MODES[mode], python)
-    if done.returncode != 0:
-        lines = (done.stdout + done.stderr).strip().splitlines()
-        said = [line for line in lines if line.startswith("lockstep:")] or lines[-1:]
+    result = _train(model, directory, MODES[mode], python)
+    if result.returncode != 0:
+        lines = (result.stdout + result.stderr).strip().splitlines()
+        messages = [line for line in lines if line.startswith("lockstep:")] or lines[-1:]
         log = directory / "runs/run/logs/engine.log"
         causes = re.findall(r"^(?!ValueError: I/O)\w*Error: .*$", log.read_text(), re.MULTILINE) if log.exists() else []
-        if "could not start" in said[0] and causes:
-            said = [f"vLLM: {causes[0]}"]
-        sentence = said[0].removeprefix("lockstep: ").replace(str(model), "<model>")
-        return Proof(**facts, refusal=f"exit status {done.returncode}: {sentence}")
+        if "could not start" in messages[0] and causes:
+            messages = [f"vLLM: {causes[0]}"]
+        sentence = messages[0].removeprefix("lockstep: ").replace(str(model), "<model>")
+        return Proof(**facts, refusal=f"exit status {result.returncode}: {sentence}")
     run = directory / "runs/run"
     if MODES[mode].has_v2 and "Using V2 Model Runner" not in (run / "logs/engine.log").read_text():
         return Proof(**facts, refusal="the engine had another model runner than V2")
@@ -144,17 +144,17 @@ def prove(one: Published, directory: Path, *, mode: str = "float32", python: str
     _load(exact, half, {})
     for step in range(1, UPDATES + 1):
         calls = list(_calls(run / f"rollouts/step-{step:06d}.jsonl"))
-        sampled = torch.cat([torch.tensor(call["sampled_logprobs"]) for call in calls])
+        engine_logprobs = torch.cat([torch.tensor(call["sampled_logprobs"]) for call in calls])
         if step > 1:
-            moves.append(float(size((_logprobs(exact, calls) - sampled).abs())))
+            moves.append(float(size((_logprobs(exact, calls) - engine_logprobs).abs())))
             _load(exact, half, _checkpoint(run, step - 1, exact))
         plain = _logprobs(exact, calls)
-        differences.append(float(size((plain - sampled).abs())))
+        differences.append(float(size((plain - engine_logprobs).abs())))
         if half is not None:
             floors.append(float(size((plain - _logprobs(half, calls)).abs())))
-        tokens += len(sampled)
+        tokens += len(engine_logprobs)
         longest = max(longest, *(len(call["prompt_ids"]) + len(call["sampled_ids"]) for call in calls))
-    saved = AutoModelForCausalLM.from_pretrained(run / "model", dtype="auto")
+    saved_model = AutoModelForCausalLM.from_pretrained(run / "model", dtype="auto")
     weights = _checkpoint(run, UPDATES, plain_model(model))  # frozen ones are not rounded
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     name = "rollout_correction/logp_diff_abs_mean"
@@ -166,7 +166,9 @@ def prove(one: Published, directory: Path, *, mode: str = "float32", python: str
         floors=tuple(floors),
         trained=tuple(line[name] for line in lines if name in line),
         moved=min(moves),
-        saved=max(float((own.detach() - weights[name].to(own)).abs().max()) for name, own in saved.named_parameters()),
+        saved=max(
+            float((own.detach() - weights[name].to(own)).abs().max()) for name, own in saved_model.named_parameters()
+        ),
     )
 
 
@@ -205,9 +207,9 @@ def _checkpoint(run: Path, step: int, model: PreTrainedModel) -> Mapping[str, Te
     with torch.device("meta"):
         fresh = AutoModelForCausalLM.from_config(model.config)
     # ZeRO-3 loads into a model whose frozen parameters (ERNIE's correction bias) stay so; elsewhere loading thaws them.
-    trained = [name for name, parameter in fresh.named_parameters() if parameter.requires_grad or stage == 0]
-    read = open_state(directory, trained=[f"model.{name}" for name in trained], zero_stage=stage)
-    return weights | {name: read(f"model.{name}").weight for name in trained}
+    trained_names = [name for name, parameter in fresh.named_parameters() if parameter.requires_grad or stage == 0]
+    read = open_state(directory, trained=[f"model.{name}" for name in trained_names], zero_stage=stage)
+    return weights | {name: read(f"model.{name}").weight for name in trained_names}
 
 
 def _load(exact: PreTrainedModel, half: PreTrainedModel | None, weights: Mapping[str, Tensor]) -> None:
@@ -226,9 +228,9 @@ def _logprobs(model: PreTrainedModel, calls: Iterable[Mapping[str, Any]]) -> Ten
     """Return the log π of all sampled tokens, each row computed alone."""
     rows = []
     for call in calls:
-        prompt, sampled = call["prompt_ids"], call["sampled_ids"]
-        logits = model(torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1]
-        rows.append(logits.float().log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0])
+        prompt, sampled_ids = call["prompt_ids"], call["sampled_ids"]
+        logits = model(torch.tensor([[*prompt, *sampled_ids]])).logits[0, len(prompt) - 1 : -1]
+        rows.append(logits.float().log_softmax(-1).gather(-1, torch.tensor(sampled_ids)[:, None])[:, 0])
     return torch.cat(rows)
 
 
@@ -241,8 +243,10 @@ def record(proofs: list[Proof]) -> None:
     """Write proofs to docs/published_models.json, over earlier ones of the same families and modes."""
     earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     by_key = {(proof["family"], proof["mode"]): proof for proof in [*earlier, *map(asdict, proofs)]}
-    ordered = [by_key[family, mode] for family in published_models() for mode in MODES if (family, mode) in by_key]
-    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+    ordered_proofs = [
+        by_key[family, mode] for family in published_models() for mode in MODES if (family, mode) in by_key
+    ]
+    RESULTS.write_text(json.dumps(ordered_proofs, indent=1) + "\n")
 
 
 def main() -> int:

@@ -76,8 +76,8 @@ def judge(recipe: Recipe, run: Path, *, updates: int) -> Verdict:
     """Judge a run. Raises `DataError` for damaged files, `ConfigError` for a directory without metrics."""
     directory = RunDirectory(run)
     lines = read_metrics(directory.metrics) if directory.metrics.is_file() else []
-    made = max((int(line["step"]) for line in lines), default=0)
-    found = evaluations(recipe, directory.evaluations)
+    last = max((int(line["step"]) for line in lines), default=0)
+    results = evaluations(recipe, directory.evaluations)
     points = tuple(Point(bound=bound, value=value_at(lines, bound)) for bound in recipe.curve)
 
     def verdict(status: Status, sentence: str, estimate: Estimate | None = None, at: int | None = None) -> Verdict:
@@ -95,20 +95,20 @@ def judge(recipe: Recipe, run: Path, *, updates: int) -> Verdict:
             **values,
         )
 
-    if made < updates:
+    if last < updates:
         return verdict(
             Status.INTERRUPTED,
-            f"found {made} of {updates} updates, expected all; type make reproduce RECIPE={recipe.name} again to "
+            f"found {last} of {updates} updates, expected all; type make reproduce RECIPE={recipe.name} again to "
             "continue",
         )
-    if updates not in found:
+    if updates not in results:
         return verdict(
             Status.MISSING,
-            f"found evaluations at updates {', '.join(map(str, found)) or 'none'}, expected one at {updates} in "
+            f"found evaluations at updates {', '.join(map(str, results)) or 'none'}, expected one at {updates} in "
             f"{directory.evaluations}; type make reproduce RECIPE={recipe.name} to evaluate",
         )
-    at = updates if recipe.at == "last" else max(found, key=lambda update: found[update].value)
-    return verdict(*_decide(recipe, found[at], at, points), found[at], at)
+    at = updates if recipe.at == "last" else max(results, key=lambda update: results[update].value)
+    return verdict(*_decide(recipe, results[at], at, points), results[at], at)
 
 
 def _decide(recipe: Recipe, estimate: Estimate, at: int, points: Sequence[Point]) -> tuple[Status, str]:
@@ -168,7 +168,7 @@ def value_at(lines: Sequence[Mapping[str, float | None]], bound: Bound) -> float
 
 def page(recipe: Recipe, verdict: Verdict) -> str:
     """Return the verdict as Markdown."""
-    shown = "–" if verdict.value is None else f"{verdict.value:.3f} [{verdict.low:.3f}, {verdict.high:.3f}]"
+    interval = "–" if verdict.value is None else f"{verdict.value:.3f} [{verdict.low:.3f}, {verdict.high:.3f}]"
     rows = [
         f"# {recipe.title}: {verdict.status}",
         "",
@@ -177,7 +177,7 @@ def page(recipe: Recipe, verdict: Verdict) -> str:
         "| | |",
         "|---|---|",
         f"| metric | `{verdict.metric}`, the {recipe.at} evaluation |",
-        f"| this run | {shown} |",
+        f"| this run | {interval} |",
         f"| published | {recipe.published:g} ± {recipe.tolerance:g} |",
         f"| source | {recipe.source} |",
         *(f"| | {link} |" for link in recipe.links),

@@ -42,14 +42,14 @@ def plan_table(plans: list[Plan]) -> Iterator[str]:
     )
     yield "|---" * 11 + "|"
     for plan in plans:
-        hours, assumed = plan.hours, plan.recipe.assumed
-        if hours is None or assumed is None or plan.gpu_hours is None:
+        hours, assumptions = plan.hours, plan.recipe.assumed
+        if hours is None or assumptions is None or plan.gpu_hours is None:
             continue
         cells = [
             f"`{plan.recipe.name}`",
             f"{plan.memory.total / GIB:.1f} GiB",
-            f"{assumed.sampled_tokens:,}",
-            f"{assumed.tokens_per_s:,}",
+            f"{assumptions.sampled_tokens:,}",
+            f"{assumptions.tokens_per_s:,}",
             *(f"{part:.1f}" for part in (hours.sampling, hours.training, hours.evaluation, hours.fixed, hours.total)),
             f"{plan.gpu_hours:.0f}",
             f"{plan.gpu_hours * planning.USD_PER_GPU_HOUR:.0f}",

@@ -162,23 +162,23 @@ def make_plan(recipe: Recipe, *, processes: int | None = None, extra: tuple[str,
 
 def estimate(recipe: Recipe, config: Config, shape: ModelShape, processes: int) -> Hours | None:
     """Estimate the hours of a run from the recipe's assumed rates; None without them."""
-    assumed = recipe.assumed
-    if assumed is None:
+    assumptions = recipe.assumed
+    if assumptions is None:
         return None
     algorithm = config.algorithm
     rollouts = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     batches = config.updates / (algorithm.epochs * algorithm.minibatches)
-    rate = assumed.tokens_per_s * processes
-    length = assumed.sampled_tokens + assumed.read_tokens
+    rate = assumptions.tokens_per_s * processes
+    length = assumptions.sampled_tokens + assumptions.read_tokens
     flops = update_flops(shape, [length]) * rollouts
     # A forward pass is a third of an update: recomputed layers, old logprobs, logprobs of the reference.
     passes = algorithm.epochs * (1 + config.is_checkpointed / 3) + (1 + bool(algorithm.kl_coef)) / 3
     every = config.eval.every
     evaluations = (config.updates // every if every else 0) + config.eval.before_training
     return Hours(
-        sampling=batches * rollouts * assumed.sampled_tokens / rate / 3600,
+        sampling=batches * rollouts * assumptions.sampled_tokens / rate / 3600,
         training=batches * flops * passes / (PEAK_TFLOPS * 1e12 * MFU * processes) / 3600,
-        evaluation=evaluations * assumed.heldout_rollouts * assumed.sampled_tokens / rate / 3600,
+        evaluation=evaluations * assumptions.heldout_rollouts * assumptions.sampled_tokens / rate / 3600,
         fixed=batches * FIXED_S / 3600,
     )
 
@@ -186,7 +186,7 @@ def estimate(recipe: Recipe, config: Config, shape: ModelShape, processes: int) 
 def this_machine() -> Machine:
     """Return the NVIDIA GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves."""
     try:
-        listed = subprocess.run(
+        listing = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -195,7 +195,7 @@ def this_machine() -> Machine:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return Machine(gpus=0)
-    rows = [line.rpartition(",") for line in listed.splitlines() if "," in line]
+    rows = [line.rpartition(",") for line in listing.splitlines() if "," in line]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(rows) if visible is None else min(len(rows), len([word for word in visible.split(",") if word.strip()]))
     if not count:

@@ -122,8 +122,8 @@ class PackedBatch:
         return len(self.row_lengths)
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = (field.name for field in fields(self) if field.name != "token_index_T")
-        tensors = {name: value for name in moved if isinstance(value := getattr(self, name), torch.Tensor)}
+        names = (field.name for field in fields(self) if field.name != "token_index_T")
+        tensors = {name: value for name in names if isinstance(value := getattr(self, name), torch.Tensor)}
         return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
@@ -154,15 +154,15 @@ def collate(
     if not indices:
         rows, indices, layout = [DUMMY], [0], None
     layout = layout or StepLayout.of(rows)
-    chosen = [rows[i] for i in indices]
-    stretches = _stretches(chosen, share_prefixes=share_prefixes, with_routes=with_routes)
-    targets = [np.flatnonzero(row.loss_mask) for row in chosen]
+    pack_rows = [rows[i] for i in indices]
+    stretches = _stretches(pack_rows, share_prefixes=share_prefixes, with_routes=with_routes)
+    targets = [np.flatnonzero(row.loss_mask) for row in pack_rows]
     counts = [len(target) for target in targets]
 
     def trained(name: str) -> np.ndarray:
-        return np.concatenate([getattr(row, name)[target] for row, target in zip(chosen, targets, strict=True)])
+        return np.concatenate([getattr(row, name)[target] for row, target in zip(pack_rows, targets, strict=True)])
 
-    support = _support(chosen, counts)
+    support = _support(pack_rows, counts)
     batch = PackedBatch(
         ids=_int64(stretches.ids),
         position_ids=_int64(stretches.position_ids),
@@ -181,7 +181,7 @@ def collate(
         ),
         support_offsets=None if support is None else _int64(support[0]),
         support_ids=None if support is None else _int64(support[1]),
-        routes=_routes(chosen, stretches) if with_routes else None,
+        routes=_routes(pack_rows, stretches) if with_routes else None,
     )
     return batch.to(device)
 
@@ -244,10 +244,10 @@ def _support(chosen: Sequence[TrainingRow], counts: Sequence[int]) -> tuple[np.n
 
 def _routes(chosen: Sequence[TrainingRow], stretches: Stretches) -> torch.Tensor | None:
     """Return the (L, layers, k) int16 experts of the tokens of a pack, or None if no row has any."""
-    routed = [row.routes for row in chosen if row.routes is not None]
-    if not routed:
+    routes = [row.routes for row in chosen if row.routes is not None]
+    if not routes:
         return None
-    experts = np.full((len(stretches.ids), *routed[0].shape[1:]), NO_ROUTE, dtype=np.int16)
+    experts = np.full((len(stretches.ids), *routes[0].shape[1:]), NO_ROUTE, dtype=np.int16)
     for row, place in zip(chosen, stretches.places, strict=True):
         if row.routes is not None:
             experts[place[: len(row.routes)]] = row.routes

@@ -82,12 +82,12 @@ def _bundles(order: Sequence[int], lengths: Sequence[int], overlaps: Sequence[in
 
 def _of_rows(of_bundles: Plan, bundles: Sequence[Bundle], *, num_tokens: int) -> Plan:
     """Replace bundles by their rows."""
-    computed = sum(bundle.num_tokens for bundle in bundles)
+    num_computed = sum(bundle.num_tokens for bundle in bundles)
     return replace(
         of_bundles,
         microbatches=tuple(
             tuple(tuple(sorted(row for i in pack for row in bundles[i].rows)) for pack in packs)
             for packs in of_bundles.microbatches
         ),
-        shared_fraction=1 - computed / num_tokens if num_tokens else 0.0,
+        shared_fraction=1 - num_computed / num_tokens if num_tokens else 0.0,
     )

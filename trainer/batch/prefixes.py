@@ -118,10 +118,10 @@ def shared(rows: Sequence[np.ndarray], keys: Sequence[np.ndarray] | None = None)
 
 def _cut(path: Prefix, length: int) -> Prefix:
     """Return the first `length` tokens of a path."""
-    kept = []
+    parts = []
     for stretch, tokens in path:
         if length <= 0:
             break
-        kept.append((stretch, min(tokens, length)))
+        parts.append((stretch, min(tokens, length)))
         length -= tokens
-    return tuple(kept)
+    return tuple(parts)

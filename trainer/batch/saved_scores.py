@@ -38,9 +38,9 @@ def row_digest(row: TrainingRow) -> bytes:
 
 def write_scores(path: Path, rows: Sequence[TrainingRow], scores: TeacherScores, *, teacher: str) -> None:
     """Write the scores of a step. rows: all of the step. teacher: settings that name it. Raises OSError."""
-    trained = [row for row in rows if row.num_trained]
-    digests = np.frombuffer(b"".join(map(row_digest, trained)), np.uint8).reshape(-1, DIGEST_BYTES)
-    counts = np.array([row.num_trained for row in trained], np.int64)
+    trained_rows = [row for row in rows if row.num_trained]
+    digests = np.frombuffer(b"".join(map(row_digest, trained_rows)), np.uint8).reshape(-1, DIGEST_BYTES)
+    counts = np.array([row.num_trained for row in trained_rows], np.int64)
     arrays = {**scores.arrays(), DIGESTS: digests, COUNTS: counts}
     path.write_bytes(safetensors.numpy.save(arrays, metadata={TEACHER: teacher}))
 
@@ -91,19 +91,19 @@ class SavedScores:
 
     def of(self, rows: Sequence[TrainingRow]) -> TeacherScores:
         """Return the scores of a step. Raises `DataError` unless they are of these rows, in this order."""
-        trained = [row for row in rows if row.num_trained]
-        pairs = zip_longest(self.digests, map(row_digest, trained))
-        other = next((index for index, (found, expected) in enumerate(pairs) if found != expected), None)
+        trained_rows = [row for row in rows if row.num_trained]
+        pairs = zip_longest(self.digests, map(row_digest, trained_rows))
+        other = next((index for index, (digest, expected) in enumerate(pairs) if digest != expected), None)
         if other is not None:
-            of_rollout = f" (of rollout {trained[other].rollout_id})" if other < len(trained) else ""
+            of_rollout = f" (of rollout {trained_rows[other].rollout_id})" if other < len(trained_rows) else ""
             raise DataError(
                 f"{self.path} has scores of other tokens than the rollouts: it has {len(self.digests)} rows, expected "
-                f"{len(trained)}; the first that differs is row {other}{of_rollout}; take the file that the run wrote "
-                "with these rollouts, and settings that keep the same of them"
+                f"{len(trained_rows)}; the first that differs is row {other}{of_rollout}; take the file that the run "
+                "wrote with these rollouts, and settings that keep the same of them"
             )
         scores = self.between(0, len(self.digests), top_k=self.top_k)
         try:
-            scores.check_tokens(trained)
+            scores.check_tokens(trained_rows)
         except EvidenceError as error:
             raise DataError(f"{self.path} is damaged: {error}") from error
         return scores

@@ -85,10 +85,10 @@ class StepBatch:
                 Or a row lacks the engine's routes, or rows have routes of different models.
         """
         greedy = greedy_rewards or {}
-        delivered = sorted((r for r in rollouts if r.is_trainable), key=lambda rollout: rollout.rollout_id)
+        delivered_rollouts = sorted((r for r in rollouts if r.is_trainable), key=lambda rollout: rollout.rollout_id)
         rows = tuple(
             row
-            for rollout in delivered
+            for rollout in delivered_rollouts
             for row in rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id, group_id=rollout.group_id)
         )
         num_supports = sum(row.support is not None for row in rows)
@@ -98,27 +98,30 @@ class StepBatch:
             _check_routes(rows)
         else:
             rows = tuple(replace(row, routes=None) for row in rows)
-        names = sorted({name for rollout in delivered for name in rollout.rewards})
+        names = sorted({name for rollout in delivered_rollouts for name in rollout.rewards})
         weights = reward_weights or {}
         states: dict[Any, int] = {}
         numbers = [
             states.setdefault((rollout.group_id, state), len(states)) if with_states else -1
-            for rollout in delivered
+            for rollout in delivered_rollouts
             for state in (turn_states(rollout) if with_states else rollout.calls)
         ]
-        by_turn = [turn_rewards(rollout, reported=with_turn_rewards) for rollout in delivered]
+        by_turn = [turn_rewards(rollout, reported=with_turn_rewards) for rollout in delivered_rollouts]
         return cls(
             rows=rows,
-            rollout_ids=np.array([rollout.rollout_id for rollout in delivered], dtype=np.int64),
-            group_S=np.array([rollout.group_id for rollout in delivered], dtype=np.int64),
-            rewards_S=np.array([rollout.reward for rollout in delivered], dtype=np.float64),
-            is_kept_S=np.array([not (mask_truncated and rollout.is_cut_off) for rollout in delivered], dtype=np.bool_),
+            rollout_ids=np.array([rollout.rollout_id for rollout in delivered_rollouts], dtype=np.int64),
+            group_S=np.array([rollout.group_id for rollout in delivered_rollouts], dtype=np.int64),
+            rewards_S=np.array([rollout.reward for rollout in delivered_rollouts], dtype=np.float64),
+            is_kept_S=np.array(
+                [not (mask_truncated and rollout.is_cut_off) for rollout in delivered_rollouts], dtype=np.bool_
+            ),
             greedy_rewards_S=np.array(
-                [greedy.get(rollout.group_id, np.nan) for rollout in delivered], dtype=np.float64
+                [greedy.get(rollout.group_id, np.nan) for rollout in delivered_rollouts], dtype=np.float64
             ),
             terms_SF=np.array(
-                [[rollout.rewards.get(name, np.nan) for name in names] for rollout in delivered], dtype=np.float64
-            ).reshape(len(delivered), len(names)),
+                [[rollout.rewards.get(name, np.nan) for name in names] for rollout in delivered_rollouts],
+                dtype=np.float64,
+            ).reshape(len(delivered_rollouts), len(names)),
             term_weights_F=np.array([weights.get(name, 1.0) for name in names], dtype=np.float64),
             num_turns_S=np.array([len(rewards) for rewards in by_turn], dtype=np.int64),
             states_K=np.array(numbers, dtype=np.int64),
@@ -188,13 +191,13 @@ def decode(payload: bytes) -> StepBatch:
 
 def _check_routes(rows: Sequence[TrainingRow]) -> None:
     """Raise `EvidenceError` unless all rows carry routes of one model."""
-    found = [row.routes for row in rows if row.routes is not None]
-    if len(found) < len(rows):
+    row_routes = [row.routes for row in rows if row.routes is not None]
+    if len(row_routes) < len(rows):
         raise EvidenceError(
-            f"{len(rows) - len(found)} of {len(rows)} rows have no routed experts of the engine; sample them with "
+            f"{len(rows) - len(row_routes)} of {len(rows)} rows have no routed experts of the engine; sample them with "
             "correction.routing_replay=engine, or set correction.routing_replay=off"
         )
-    profiles = {(routes.dtype.name, *routes.shape[1:]) for routes in found}
+    profiles = {(routes.dtype.name, *routes.shape[1:]) for routes in row_routes}
     if len(profiles) > 1:
         raise EvidenceError(
             f"rows have routes of several models: (dtype, layers, experts per token) {sorted(profiles)}"
@@ -228,16 +231,16 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
 
 def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
     bounds = np.concatenate([[0], np.cumsum(arrays["row_lengths"])])
-    trained = np.concatenate([[0], np.cumsum(arrays["loss_mask"])])[bounds]
+    trained_bounds = np.concatenate([[0], np.cumsum(arrays["loss_mask"])])[bounds]
     sizes = arrays.get("support_sizes")
     support_bounds = None if sizes is None else np.concatenate([[0], np.cumsum(sizes)])
-    routed = arrays.get("routes")
+    routes = arrays.get("routes")
     route_bounds = np.concatenate([[0], np.cumsum(arrays.get("route_counts", []), dtype=np.int64)])
 
     def support(i: int) -> SamplingSupport | None:
         if support_bounds is None:
             return None
-        offsets = support_bounds[trained[i] : trained[i + 1] + 1]
+        offsets = support_bounds[trained_bounds[i] : trained_bounds[i + 1] + 1]
         return SamplingSupport(offsets=offsets - offsets[0], token_ids=arrays["support_ids"][offsets[0] : offsets[-1]])
 
     return [
@@ -246,7 +249,7 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
             rollout_id=int(arrays["row_rollout"][i]),
             group_id=int(arrays["row_group"][i]),
             support=support(i),
-            routes=None if routed is None else routed[route_bounds[i] : route_bounds[i + 1]],
+            routes=None if routes is None else routes[route_bounds[i] : route_bounds[i + 1]],
         )
         for i, (start, end) in enumerate(pairwise(bounds))
     ]

@@ -87,7 +87,7 @@ class TeacherScores:
         computed for them; None: the rows themselves. Raises `EvidenceError` for scores of other tokens, of several
         versions, or with another number of most probable tokens.
         """
-        trained = [row for row in rows if row.num_trained]
+        trained_rows = [row for row in rows if row.num_trained]
         versions = {one.version for one in scores}
         if len(versions) > 1 or any(one.top_k != top_k for one in scores):
             raise EvidenceError(f"teacher: scores of the versions {sorted(versions)}, expected one, with top_k={top_k}")
@@ -96,14 +96,14 @@ class TeacherScores:
             [np.zeros((0, top_k), np.int32)],
             [np.zeros((0, top_k), np.float32)],
         )
-        for row, one, asked in zip(trained, scores, computed or map(TeacherRow.plain, trained), strict=True):
+        for row, one, inputs in zip(trained_rows, scores, computed or map(TeacherRow.plain, trained_rows), strict=True):
             targets = np.flatnonzero(row.loss_mask)
-            given, sent = row.ids[asked.start : targets[-1] + 1], one.ids[asked.start + asked.shift :]
-            if targets[0] < asked.start or len(given) != len(sent) or (given != sent).any():
+            row_ids, scored_ids = row.ids[inputs.start : targets[-1] + 1], one.ids[inputs.start + inputs.shift :]
+            if targets[0] < inputs.start or len(row_ids) != len(scored_ids) or (row_ids != scored_ids).any():
                 raise EvidenceError(
                     f"teacher: scores of other tokens than those of the row of rollout {row.rollout_id}"
                 )
-            places = targets + asked.shift - 1
+            places = targets + inputs.shift - 1
             logp.append(one.logprobs[places])
             top_ids.append(one.top_ids[places])
             top_logp.append(one.top_logprobs[places])

@@ -195,13 +195,13 @@ def save(
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     """Rename into place. An older checkpoint of the same update stays loadable under another name until then."""
-    replaced = final.with_name(f"{final.name}{REPLACED}")
-    _remove(replaced, ignore_errors=True)
+    backup = final.with_name(f"{final.name}{REPLACED}")
+    _remove(backup, ignore_errors=True)
     if os.path.lexists(final):
-        final.rename(replaced)
+        final.rename(backup)
     temporary.rename(final)
     _fsync(final.parent)
-    _remove(replaced, ignore_errors=True)
+    _remove(backup, ignore_errors=True)
     point_latest_at(final)
 
 
@@ -229,24 +229,24 @@ def _retire(directory: Path, published: Path, keep: int) -> None:
     """Remove all but the newest `keep`. Never removes the one just published, even if a run resumed from an older
     update finds newer ones."""
     # By name alone: verifying every kept byte would take minutes for a large model.
-    numbered = {path: path.name.removeprefix("step-") for path in directory.glob("step-*") if path != published}
-    others = sorted((path for path, number in numbered.items() if number.isdecimal()), key=lambda p: int(numbered[p]))
+    numbers = {path: path.name.removeprefix("step-") for path in directory.glob("step-*") if path != published}
+    others = sorted((path for path, number in numbers.items() if number.isdecimal()), key=lambda p: int(numbers[p]))
     for old in others[: max(0, len(others) - (keep - 1))]:
         _remove(old)
 
 
 def complete(directory: Path) -> tuple[list[Path], list[str]]:
     """Return complete checkpoints, oldest first, and a message on each directory that is not one."""
-    found: list[tuple[int, bool, Path]] = []
-    skipped: list[str] = []
+    checkpoints: list[tuple[int, bool, Path]] = []
+    messages: list[str] = []
     for path in sorted(directory.glob("*step-*")) if directory.is_dir() else []:
         problem = check(path)
         if problem is None:
             update = json.loads((path / MANIFEST).read_text())["state"]["update"]
-            found.append((update, not path.name.endswith(REPLACED), path))  # the replacement sorts after it
+            checkpoints.append((update, not path.name.endswith(REPLACED), path))  # the replacement sorts after it
         else:
-            skipped.append(f"{path.name}: {problem}")
-    return [path for *_, path in sorted(found)], skipped
+            messages.append(f"{path.name}: {problem}")
+    return [path for *_, path in sorted(checkpoints)], messages
 
 
 def check(path: Path) -> str | None:
@@ -265,12 +265,12 @@ def check(path: Path) -> str | None:
             return "has a manifest whose world_size or zero_stage is not a non-negative integer"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return f"has no readable manifest ({type(error).__name__})"
-    for name, expected in files.items():
+    for name, fingerprint in files.items():
         file = path / name
         if not file.is_file():
             return f"lacks {name}"
         try:
-            if _fingerprint(file) != expected:
+            if _fingerprint(file) != fingerprint:
                 return f"{name} is not what was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -293,10 +293,10 @@ def find(resume: str, directory: Path) -> tuple[Path | None, list[str]]:
         if problem is not None:
             raise CheckpointError(f"{resume} {problem}; name a complete checkpoint, or set resume=auto")
         return Path(resume), []
-    whole, skipped = complete(directory)
-    if not whole and any(not sentence.startswith(PARTIAL) for sentence in skipped):
-        raise CheckpointError(f"no complete checkpoint in {directory}: " + "; ".join(skipped))
-    return (whole[-1] if whole else None), skipped
+    whole, messages = complete(directory)
+    if not whole and any(not sentence.startswith(PARTIAL) for sentence in messages):
+        raise CheckpointError(f"no complete checkpoint in {directory}: " + "; ".join(messages))
+    return (whole[-1] if whole else None), messages
 
 
 def load(path: Path, distributed: Distributed) -> TrainerState:
@@ -323,9 +323,9 @@ def load(path: Path, distributed: Distributed) -> TrainerState:
 def is_resharded(path: Path, distributed: Distributed) -> bool:
     """True if other ranks wrote the shards of a complete checkpoint. Without ZeRO it has no shards."""
     manifest = json.loads((path / MANIFEST).read_text())
-    saved = (manifest["world_size"], manifest["zero_stage"])
+    saved_layout = (manifest["world_size"], manifest["zero_stage"])
     own = (distributed.world_size, distributed.zero_stage)
-    return saved != own and (saved[1] > 0 or own[1] > 0)
+    return saved_layout != own and (saved_layout[1] > 0 or own[1] > 0)
 
 
 def saved_settings(path: Path) -> Mapping[str, Any] | None:

@@ -48,8 +48,8 @@ def select(resume: str, run: Path, distributed: Distributed) -> tuple[Path | Non
     run: directory of the run. A collective, before anything heavy starts. Raises `CheckpointError` on all ranks if it
     is not complete.
     """
-    path, skipped = distributed.together(lambda: checkpoint.find(resume, run / "checkpoints"))
-    return path, [f"checkpoint skipped: {message}" for message in skipped]
+    path, messages = distributed.together(lambda: checkpoint.find(resume, run / "checkpoints"))
+    return path, [f"checkpoint skipped: {message}" for message in messages]
 
 
 def restore(
@@ -74,11 +74,11 @@ def restore(
             f"{distributed.world_size} rank(s) with ZeRO stage {distributed.zero_stage} round in another order from "
             "now on"
         )
-    changed = changes(before, settings)
-    if changed:
-        listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-        warnings.append(f"settings changed since {path.name} was saved, in effect from now on: {listed}")
-        if "updates" in changed and config.optimizer.schedule != "constant":
+    changed_settings = changes(before, settings)
+    if changed_settings:
+        listing = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed_settings.items())
+        warnings.append(f"settings changed since {path.name} was saved, in effect from now on: {listing}")
+        if "updates" in changed_settings and config.optimizer.schedule != "constant":
             warnings.append(
                 f"from now on the learning rate follows its {config.optimizer.schedule} schedule over {config.updates} "
                 "updates"
@@ -104,11 +104,11 @@ def restore(
 
 def _refuse_other_optimizer(path: Path, before: Mapping[str, Any], name: str) -> None:
     """Raise `CheckpointError` if the checkpoint has the moments of another optimizer."""
-    saved = flat(before).get("optimizer.name", name)
-    if saved != name:
+    saved_name = flat(before).get("optimizer.name", name)
+    if saved_name != name:
         raise CheckpointError(
-            f"optimizer.name={name} cannot load the state of {saved} that {path} holds; set "
-            f"optimizer.name={saved}, or start a new run from the exported model (model.path=)"
+            f"optimizer.name={name} cannot load the state of {saved_name} that {path} holds; set "
+            f"optimizer.name={saved_name}, or start a new run from the exported model (model.path=)"
         )
 
 

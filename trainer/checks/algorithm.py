@@ -151,10 +151,10 @@ def _critic(
             f"optimizer.critic_lr={critic_lr} is for adamw, adamw_tf and sgd, found optimizer.name="
             f"{optimizer.name}; set optimizer.critic_lr=null"
         )
-    declared = advantage_named(algorithm.advantage)
-    settings = declared.values(algorithm) if algorithm.advantage == "gae" else {}
+    advantage = advantage_named(algorithm.advantage)
+    settings = advantage.values(algorithm) if algorithm.advantage == "gae" else {}
     alpha, lam = settings.get("gae_length_alpha"), settings.get("gae_lambda")
-    if alpha is not None and lam != declared.arguments["gae_lambda"].setting.default:
+    if alpha is not None and lam != advantage.arguments["gae_lambda"].setting.default:
         yield (
             f"algorithm.gae_lambda={lam} has no effect with algorithm.gae_length_alpha={alpha}, which makes λ by "
             "length; set algorithm.gae_length_alpha=null, or leave algorithm.gae_lambda out"

@@ -17,19 +17,19 @@ from lockstep.trainer.setting import typed
 def demonstration_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per conflict between demonstrations, their teacher and the other data."""
     teacher, sets, kind = config.teacher, config.demonstration_sets(), config.demonstrations.teacher_divergence
-    asked = f"demonstrations.teacher_divergence={kind}"
+    word = f"demonstrations.teacher_divergence={kind}"
     if teacher.source == "saved":
         yield from _saved_teacher_problems(teacher, config.demonstrations, sets.values())
     elif kind != "off" and (teacher.path is None or teacher.source != "model"):
         yield (
-            f"{asked} learns from the model at teacher.path, found teacher.path={typed(teacher.path)} and "
+            f"{word} learns from the model at teacher.path, found teacher.path={typed(teacher.path)} and "
             f"teacher.source={teacher.source}; set teacher.source=model teacher.path=<directory or hub id of a model "
             "with the policy's tokenizer>, teacher.source=saved for saved rollouts with scores of a teacher, or "
             "demonstrations.teacher_divergence=off"
         )
     elif kind != "off" and teacher.context is not None:
         yield (
-            f"{asked} with teacher.context={typed(teacher.context)}: the teacher reads demonstrations as they are; set "
+            f"{word} with teacher.context={typed(teacher.context)}: the teacher reads demonstrations as they are; set "
             "teacher.context=null, or demonstrations.teacher_divergence=off"
         )
     if config.has_rollouts:

@@ -111,8 +111,8 @@ def _bypass(correction: CorrectionConfig, algorithm: AlgorithmConfig, *, has_wei
             "correction.logp_old=bypass does not compute before the update; set algorithm.kl_place=loss, or "
             "correction.logp_old=recompute"
         )
-    compared = {"kl_penalty": (bool(correction.kl_penalty), "0"), "rejection": (bool(correction.rejection), "{}")}
-    for name, (is_set, off) in compared.items():
+    settings = {"kl_penalty": (bool(correction.kl_penalty), "0"), "rejection": (bool(correction.rejection), "{}")}
+    for name, (is_set, off) in settings.items():
         if is_set:
             yield (
                 f"correction.{name} compares the engine's logprobs with the trainer's, which "
@@ -150,7 +150,7 @@ def asynchrony_problems(config: Config) -> Iterator[str]:
             "sync.pause=keep"
         )
     parts = declared_parts(config.environment.name, config.environment.settings)
-    if config.gateway.port and config.eval.every and any(declared.uses_gateway for _, _, declared in parts):
+    if config.gateway.port and config.eval.every and any(part.uses_gateway for _, _, part in parts):
         yield (
             f"gateway.port={config.gateway.port} is in use by rollouts in flight when an evaluation begins; "
             "set gateway.port=0 for any free port, or eval.every=0"

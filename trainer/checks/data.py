@@ -34,14 +34,14 @@ def data_problems(
     data: DataConfig, evaluated: Mapping[str, DataSetConfig], environment: EnvironmentConfig
 ) -> Iterator[str]:
     """Yield one sentence per problem of the names, entries and columns of data sets. evaluated: `eval.sets`."""
-    declared = declaration(environment.name)
+    environment_declaration = declaration(environment.name)
     for setting, sets in (("data.sources", data.sources), ("eval.sets", evaluated)):
         for name, data_set in sets.items():
             if not NAME.fullmatch(name):
                 yield f"{setting}: the name {name!r} must consist of letters, digits, _ and -"
             if not data_set.path:
                 yield f"{setting}.{name} has no path; set {setting}.{name}.path=<file or hub id>"
-            if data_set.environment is not None and not declared.has_parts:
+            if data_set.environment is not None and not environment_declaration.has_parts:
                 yield (
                     f"{setting}.{name}.environment={data_set.environment} is for environment.name=mixed, found "
                     f"{environment.name}; set environment.name=mixed, or {setting}.{name}.environment=null"
@@ -63,8 +63,10 @@ def data_problems(
                 )
     parts = declared_parts(environment.name, environment.settings)
     # A name without a class is that of a user's file, which may have prompts, or reported elsewhere.
-    known = [part.has_prompt for name, _, part in parts if not part.has_parts and environment_class(name) is not None]
-    if data.max_prompt_tokens is not None and known and not any(known):
+    prompt_flags = [
+        part.has_prompt for name, _, part in parts if not part.has_parts and environment_class(name) is not None
+    ]
+    if data.max_prompt_tokens is not None and prompt_flags and not any(prompt_flags):
         yield (
             f"data.max_prompt_tokens={data.max_prompt_tokens} cannot be checked: environment.name={environment.name} "
             "writes its own prompts; set data.max_prompt_tokens=null"
@@ -73,9 +75,9 @@ def data_problems(
 
 def made_data_problems(sets: Sequence[DataSetConfig], data: DataConfig, rewards: Sequence[str]) -> Iterator[str]:
     """Yield one sentence per problem of seeds, of a task of reasoning-gym, its parameters, and the reward for it."""
-    made = {(data_set.path, str(data_set.parameters)): data_set for data_set in sets if is_made(data_set.path)}
-    tasks = [data_set for data_set in made.values() if data_set.path.startswith(PREFIX)]
-    for data_set in made.values():
+    made_sets = {(data_set.path, str(data_set.parameters)): data_set for data_set in sets if is_made(data_set.path)}
+    tasks = [data_set for data_set in made_sets.values() if data_set.path.startswith(PREFIX)]
+    for data_set in made_sets.values():
         try:
             if data_set in tasks:
                 check_task(data_set.path, data_set.parameters or {})
@@ -98,13 +100,13 @@ def made_data_problems(sets: Sequence[DataSetConfig], data: DataConfig, rewards:
 def evaluation_problems(config: Config, *, trains: bool = True) -> Iterator[str]:
     """Yield one sentence per conflict of `eval`. trains: False if the configuration is for an evaluation alone."""
     settings = config.eval
-    asked = {f"eval.every={settings.every}": "eval.every=0"} if settings.every else {}
-    asked |= {"eval.before_training=true": "eval.before_training=false"} if settings.before_training else {}
-    if asked and not config.heldout_sets():
-        needs = "need" if len(asked) > 1 else "needs"
+    overrides = {f"eval.every={settings.every}": "eval.every=0"} if settings.every else {}
+    overrides |= {"eval.before_training=true": "eval.before_training=false"} if settings.before_training else {}
+    if overrides and not config.heldout_sets():
+        needs = "need" if len(overrides) > 1 else "needs"
         yield (
-            f"{' and '.join(asked)} {needs} held-out data; set data.heldout_path=<file or hub id>, or "
-            f"{' '.join(asked.values())}"
+            f"{' and '.join(overrides)} {needs} held-out data; set data.heldout_path=<file or hub id>, or "
+            f"{' '.join(overrides.values())}"
         )
     if settings.samples_per_prompt > 1 and settings.temperature == 0:
         yield (
@@ -186,12 +188,12 @@ def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
 
 def first_row_problems(sets: Sequence[DataSetConfig], check: RowCheck, *, heldout_path: str | None) -> Iterator[str]:
     """Yield one sentence per problem of the first row of a data set."""
-    seen: set[tuple[str, str]] = set()
+    seen_places: set[tuple[str, str]] = set()
     for data_set in sets:
         place = (data_set.path, str(data_set.columns))
-        if not is_file(data_set.path) or not file_exists(data_set.path) or place in seen:
+        if not is_file(data_set.path) or not file_exists(data_set.path) or place in seen_places:
             continue  # `data_file_problems` reports a missing file
-        seen.add(place)
+        seen_places.add(place)
         # An experiment or a preset may have brought it.
         is_heldout = data_set.path == heldout_path
         also = "; or set data.heldout_path=null for no held-out data" if is_heldout else ""

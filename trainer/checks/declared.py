@@ -14,11 +14,11 @@ from lockstep.trainer.setting import declarations, typed
 
 def value_problems(settings: Any, prefix: str = "") -> Iterator[str]:
     """Yield one sentence per value outside of its declared range or choices. settings: a dataclass of settings."""
-    for name, (declared, value) in declarations(settings, prefix).items():
-        if value is None or (problem := declared.problem(value)) is None:
+    for name, (setting, value) in declarations(settings, prefix).items():
+        if value is None or (problem := setting.problem(value)) is None:
             continue
-        hint = closest(str(value), [str(choice) for choice in declared.choices]) if declared.choices else ""
-        yield f"{name}={typed(value)} {problem}{hint}; set {name}={typed(declared.default)}"
+        hint = closest(str(value), [str(choice) for choice in setting.choices]) if setting.choices else ""
+        yield f"{name}={typed(value)} {problem}{hint}; set {name}={typed(setting.default)}"
 
 
 def missing_problems(config: Config, *, needs_data: bool, trains: bool, scores: bool) -> Iterator[str]:
@@ -27,30 +27,30 @@ def missing_problems(config: Config, *, needs_data: bool, trains: bool, scores: 
     Arguments: those of `validate`.
     """
     only_tasks = not trains and not config.heldout_sets() and config.eval.lm_eval.tasks  # which score themselves
-    needed = {
+    requirements = {
         "model.path": True,
         "data.path": needs_data and trains and not config.data.sources,
         "reward.functions": needs_data and scores and config.has_rollouts and not only_tasks,
     }
-    found = declarations(config)
-    missing = [name for name, is_needed in needed.items() if is_needed and not found[name][1]]
+    settings = declarations(config)
+    missing = [name for name, is_needed in requirements.items() if is_needed and not settings[name][1]]
     for name in missing:
         demo = ", or experiment=demo for the demo" if name == missing[-1] else ""
-        yield f"{name} is not set and has no default; set it, for example {found[name][0].example}{demo}"
+        yield f"{name} is not set and has no default; set it, for example {settings[name][0].example}{demo}"
 
 
 def choices_hold(settings: Any) -> bool:
     """Return True if every setting with choices has one of them; checks of conflicts rely on it."""
-    found = declarations(settings).values()
-    return all(value is None or not declared.choices or declared.problem(value) is None for declared, value in found)
+    pairs = declarations(settings).values()
+    return all(value is None or not setting.choices or setting.problem(value) is None for setting, value in pairs)
 
 
 def null_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield one sentence per null setting that the chosen loss or advantage needs."""
-    chosen = {"loss": policy_loss_named(algorithm.loss), "advantage": advantage_named(algorithm.advantage)}
-    for kind, declared in chosen.items():
-        for name, value in declared.values(algorithm).items():
-            argument = declared.arguments[name]
+    objectives = {"loss": policy_loss_named(algorithm.loss), "advantage": advantage_named(algorithm.advantage)}
+    for kind, objective in objectives.items():
+        for name, value in objective.values(algorithm).items():
+            argument = objective.arguments[name]
             if value is None and not argument.may_be_none:
                 yield (
                     f"algorithm.{name}=null: algorithm.{kind}={getattr(algorithm, kind)} needs a value; set "
@@ -60,13 +60,13 @@ def null_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def unused_problems(config: Config) -> Iterator[str]:
     """Yield one sentence per setting that differs from the default of the schema and has no effect in training."""
-    found = declarations(config)
-    for name, (declared, value) in found.items():
-        when = declared.when
-        if when is None or value == declared.default or when.holds(config):
+    settings = declarations(config)
+    for name, (setting, value) in settings.items():
+        when = setting.when
+        if when is None or value == setting.default or when.holds(config):
             continue
-        causes = " and ".join(f"{cause}={typed(found[cause][1])}" for cause in when.causes() if cause in found)
+        causes = " and ".join(f"{cause}={typed(settings[cause][1])}" for cause in when.causes() if cause in settings)
         yield (
             f"{name}={typed(value)} does nothing {f'with {causes}' if causes else 'in training'}; set {when.instead}, "
-            f"or {name}={typed(declared.default)}"
+            f"or {name}={typed(setting.default)}"
         )

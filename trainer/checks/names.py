@@ -110,7 +110,7 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
     """Yield one sentence per problem of reward weights, functions and policies for errors."""
     for outcome, policy in reward.on_error.items():
         if outcome not in ERRORS:
-            hint = closest(str(outcome), [str(known) for known in ERRORS])
+            hint = closest(str(outcome), [str(name) for name in ERRORS])
             yield (
                 f"reward.on_error: {outcome} is not one of {', '.join(ERRORS)}{hint}; set reward.on_error.timeout=drop"
             )
@@ -147,19 +147,19 @@ def reward_name_problems(reward: RewardConfig) -> Iterator[str]:
             f"reward.settings.{name} is for a function that is not among reward.functions ({', '.join(short)})"
             f"{closest(name, short)}; leave it out, or set '~reward.settings.{name}' if a file sets it"
         )
-    for name, given in settings.items():
-        if name not in names and not isinstance(given, dict):
+    for name, entry in settings.items():
+        if name not in names and not isinstance(entry, dict):
             yield (
-                f"reward.settings.{name}={given} is not a mapping of settings; set "
+                f"reward.settings.{name}={entry} is not a mapping of settings; set "
                 f"reward.settings.{name}.<name>=<value>"
             )
     for spec in dict.fromkeys(reward.functions):
         if spec in names:
-            given = settings.get(spec, {})
-            if spec == MODEL and isinstance(given, dict):
-                given = {"path": None, **given}  # `reward_model_problems` asks for it
+            entry = settings.get(spec, {})
+            if spec == MODEL and isinstance(entry, dict):
+                entry = {"path": None, **entry}  # `reward_model_problems` asks for it
             try:
-                check_built_in(spec, given)
+                check_built_in(spec, entry)
             except ConfigError as error:
                 yield str(error)
         path, colon, name = spec.rpartition(":")
@@ -179,12 +179,12 @@ def reward_name_problems(reward: RewardConfig) -> Iterator[str]:
 
 def group_wise_rewards(functions: Sequence[str]) -> list[str]:
     """Return the reward functions that are known to compare the rollouts of a group, without running their files."""
-    found = []
+    specs = []
     for spec in functions:
         with suppress(ConfigError):  # `reward_name_problems` reports it
             if compares_groups(spec):
-                found.append(spec)
-    return found
+                specs.append(spec)
+    return specs
 
 
 def scores_groups_alone(functions: Sequence[str]) -> bool:
@@ -209,20 +209,20 @@ def objective_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             )
             continue
         try:
-            declared = lookup(spec)
+            objective = lookup(spec)
         except ConfigError as error:
             yield f"{name}={spec}: {error}"
             continue
-        yield from own_setting_problems(declared, getattr(algorithm, f"{kind}_settings"), f"{name}_settings.")
+        yield from own_setting_problems(objective, getattr(algorithm, f"{kind}_settings"), f"{name}_settings.")
 
 
 def own_setting_problems(declared: Declared, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """Yield one sentence per setting that a function does not take, or with a wrong type or value. prefix: of names."""
-    known = list(declared.arguments)
+    names = list(declared.arguments)
     for name, value in given.items():
-        if name not in known:
-            takes = f"the function takes {', '.join(known)}" if known else "the function takes no settings"
-            yield f"{prefix}{name}: {takes}{closest(str(name), known)}; leave it out"
+        if name not in names:
+            takes = f"the function takes {', '.join(names)}" if names else "the function takes no settings"
+            yield f"{prefix}{name}: {takes}{closest(str(name), names)}; leave it out"
             continue
         argument = declared.arguments[name]
         if not fits(value, argument.type):
@@ -285,13 +285,13 @@ def environment_problems(settings: EnvironmentConfig, max_turns: int) -> Iterato
         return
     for part in parts_of(environment):
         yield from _part_problems(part)
-        declared = declaration_of(part).max_turns
+        turns = declaration_of(part).max_turns
         declares = next((kind for kind in type(part).__mro__ if "declaration" in vars(kind)), object)
         is_own = not declares.__module__.startswith("lockstep.")  # a class that extends Lockstep's has the default
-        if is_own and settings.max_turns is None and declared > max_turns:
+        if is_own and settings.max_turns is None and turns > max_turns:
             yield (
-                f"environment {type(part).__name__} declares max_turns={declared}, which is not read from a file; set "
-                f"environment.max_turns={declared}"
+                f"environment {type(part).__name__} declares max_turns={turns}, which is not read from a file; set "
+                f"environment.max_turns={turns}"
             )
     if type(environment) is ToolEnvironment and not environment.tools:
         yield (
@@ -302,9 +302,9 @@ def environment_problems(settings: EnvironmentConfig, max_turns: int) -> Iterato
 
 def _part_problems(part: Environment | RunsItself) -> Iterator[str]:
     """Yield the problem of a class that its driver cannot play."""
-    name, declared = type(part).__name__, declaration_of(part)
+    name, declaration = type(part).__name__, declaration_of(part)
     lacks = [method for method in ("reset", "step") if not callable(getattr(part, method, None))]
-    if lacks and declared.driver is turn_by_turn:
+    if lacks and declaration.driver is turn_by_turn:
         yield (
             f"environment {name} has no method {' and '.join(lacks)}, which the driver turn_by_turn calls; write what "
             "is missing, or declare the driver that plays it (docs/environments.md)"

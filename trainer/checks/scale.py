@@ -38,8 +38,8 @@ def disk_notes(shape: ModelShape, settings: CheckpointConfig, *, optimizer: str,
     one = FLOAT32 * shape.parameters + OPTIMIZER_BYTES[optimizer] * shape.trained
     if one <= SHOWN_CHECKPOINT_BYTES:
         return
-    made = updates // settings.every + bool(updates % settings.every) if settings.every else 1
-    most = min(made, settings.keep + 1)  # an older one is deleted after a new one is complete
+    num_checkpoints = updates // settings.every + bool(updates % settings.every) if settings.every else 1
+    most = min(num_checkpoints, settings.keep + 1)  # an older one is deleted after a new one is complete
     everything = most * one + FLOAT32 * shape.parameters
     yield (
         f"disk           about {one / GB:.2g} GB per checkpoint, {everything / GB:.2g} GB in all with the model "
@@ -57,11 +57,11 @@ def overlap_warnings(
     sought = {
         name: [_key(prompt) for prompt in islice(data.prompts(reader), evaluated)] for name, data in heldout.items()
     }
-    wanted = {key for keys in sought.values() for key in keys}
+    heldout_keys = {key for keys in sought.values() for key in keys}
     prompts = (prompt for data in training for prompt in islice(data.prompts(reader), MAX_COMPARED))
-    known = {key for prompt in prompts if (key := _key(prompt)) in wanted}
+    training_keys = {key for prompt in prompts if (key := _key(prompt)) in heldout_keys}
     for name, keys in sought.items():
-        if both := sum(key in known for key in keys):
+        if both := sum(key in training_keys for key in keys):
             setting = f"eval.sets.{name}" if name else f"data.heldout_path={heldout[name].path}"
             yield (
                 f"{both} of {len(keys)} evaluated rows of {setting} are also training rows: their rewards say what "

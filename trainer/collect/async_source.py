@@ -64,8 +64,8 @@ class _Work:
         """Version of its oldest token; a lower bound if it is incomplete."""
         if not self.is_complete:
             return self.begun
-        trained = [rollout for rollout in self.task.result().group if rollout.is_trainable]
-        calls = [call for rollout in trained for call in rollout.calls if call.sampled_ids]
+        rollouts = [rollout for rollout in self.task.result().group if rollout.is_trainable]
+        calls = [call for rollout in rollouts for call in rollout.calls if call.sampled_ids]
         return min((call.oldest_version for call in calls), default=self.begun)
 
 
@@ -113,16 +113,16 @@ class Producer(RolloutSource):
         too_old = [work for work in self._works if work.oldest_version < version - self._max_staleness]
         self._remove(too_old)
         silent: list[_Work] = []  # groups without spread, under dynamic sampling
-        shown: set[int] = set()
+        shown_places: set[int] = set()
         while True:
             silent += self._deliver(
                 [w for w in self._complete() if not is_kept(w.task.result().group, self._algorithm)]
             )
             self._begin(sampler, self._room(version), version)
             for work in self._complete():
-                for rollout in work.task.result().group if work.place not in shown else ():
+                for rollout in work.task.result().group if work.place not in shown_places else ():
                     on_rollout(rollout)
-                shown.add(work.place)
+                shown_places.add(work.place)
             batch = self._ready(version, num_silent=len(silent))
             if batch is not None:
                 break
@@ -190,14 +190,14 @@ class Producer(RolloutSource):
 
     async def _make(self, sampler: Sampler, place: int, row: Row) -> _Complete:
         """Sample and score a group, and the greedy answer to its prompt if the advantage needs it."""
-        sampled = [self._sample(sampler, place, row, self._sampling, self._config.rollout.samples_per_prompt)]
+        coroutines = [self._sample(sampler, place, row, self._sampling, self._config.rollout.samples_per_prompt)]
         if self._config.plan.needs_greedy:
-            sampled.append(self._sample(sampler, place, row, replace(self._sampling, temperature=0.0), 1))
-        group, *greedy = await _all(sampled)
+            coroutines.append(self._sample(sampler, place, row, replace(self._sampling, temperature=0.0), 1))
+        group, *greedy = await _all(coroutines)
         async with self._scoring:
-            scored = await self._rewards.score(group)
+            scored_group = await self._rewards.score(group)
             answers = [answer for one in greedy for answer in await self._rewards.score(one, in_metrics=False)]
-        return _Complete(group=tuple(scored), greedy=tuple(answers))
+        return _Complete(group=tuple(scored_group), greedy=tuple(answers))
 
     def _sample(
         self, sampler: Sampler, place: int, row: Row, sampling: Sampling, count: int
@@ -209,18 +209,18 @@ class Producer(RolloutSource):
     def _collected(self, batch: Sequence[_Work], silent: Sequence[_Work], *, num_too_old: int) -> Collected:
         results = [work.task.result() for work in batch]
         greedy = [answer for result in results for answer in result.greedy]
-        dropped = [work.task.result().group for work in silent]
-        collected = Collected.of([result.group for result in results], dropped, greedy, self._algorithm)
+        dropped_groups = [work.task.result().group for work in silent]
+        collection = Collected.of([result.group for result in results], dropped_groups, greedy, self._algorithm)
         self._rewards.refuse_errors()
         group_size, num_complete = self._config.rollout.samples_per_prompt, len(self._complete())
         metrics = {
             **self._take_metrics(),
-            **collected.metrics,
+            **collection.metrics,
             "rollout/inflight": float(group_size * (len(self._works) - num_complete)),
             "rollout/queue": float(group_size * num_complete),
             "rollout/dropped_stale": float(group_size * num_too_old),
         }
-        return replace(collected, metrics=metrics)
+        return replace(collection, metrics=metrics)
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, list[Rollout]]]) -> list[list[Rollout]]:

@@ -33,30 +33,30 @@ class Collected:
         cls, kept: Sequence[Group], dropped: Sequence[Group], greedy: Sequence[Rollout], algorithm: AlgorithmConfig
     ) -> Collected:
         """Combine groups that are trained and groups without spread. greedy: one answer per kept group, if needed."""
-        trained = [rollout for group in kept for rollout in group]
+        trained_rollouts = [rollout for group in kept for rollout in group]
         others = [rollout for group in dropped for rollout in group]
         metrics: dict[str, float] = {}
         if algorithm.dynamic_sampling:
             groups = (*kept, *dropped)
             num_with_spread = sum(has_spread(group, by_turn=algorithm.turn_rewards) for group in groups)
             metrics |= {
-                "rollout/refill_factor": (len(trained) + len(others)) / max(len(trained), 1),
+                "rollout/refill_factor": (len(trained_rollouts) + len(others)) / max(len(trained_rollouts), 1),
                 "rollout/dropped_filtered": float(sum(rollout.is_trainable for rollout in others)),
                 "reward/zero_std_fraction": 1 - num_with_spread / len(groups),
             }
         baselines: dict[int, float] = {}
         if advantage_named(algorithm.advantage).needs_greedy:
-            answered = zip(kept, greedy, strict=True)
-            baselines = {group[0].group_id: answer.reward for group, answer in answered if answer.is_trainable}
-            trained = [_with_baseline(rollout, baselines) for rollout in trained]
+            pairs = zip(kept, greedy, strict=True)
+            baselines = {group[0].group_id: answer.reward for group, answer in pairs if answer.is_trainable}
+            trained_rollouts = [_with_baseline(rollout, baselines) for rollout in trained_rollouts]
             metrics |= {
                 "reward/greedy_mean": sum(baselines.values()) / max(len(baselines), 1),
                 "rollout/greedy_tokens": float(sum(answer.num_sampled for answer in greedy)),
-                "rollout/greedy_fraction": len(greedy) / (len(greedy) + len(trained) + len(others)),
+                "rollout/greedy_fraction": len(greedy) / (len(greedy) + len(trained_rollouts) + len(others)),
             }
         return cls(
-            rollouts=tuple(sorted([*trained, *others], key=lambda rollout: rollout.rollout_id)),
-            trained=tuple(trained),
+            rollouts=tuple(sorted([*trained_rollouts, *others], key=lambda rollout: rollout.rollout_id)),
+            trained=tuple(trained_rollouts),
             greedy_rewards=baselines,
             metrics=metrics,
         )

@@ -71,8 +71,8 @@ class RolloutSource(ABC):
 
     def _take_metrics(self) -> dict[str, float]:
         """Return the metrics of rewards and sampling since the last call, and of the data."""
-        sampled = self._sampler.take_metrics() if self._sampler is not None else {}
-        return {**self._rewards.take_metrics(), **sampled, **self._prompts.metrics()}
+        sampler_metrics = self._sampler.take_metrics() if self._sampler is not None else {}
+        return {**self._rewards.take_metrics(), **sampler_metrics, **self._prompts.metrics()}
 
 
 class Collector(RolloutSource):
@@ -86,12 +86,12 @@ class Collector(RolloutSource):
     ) -> Collected:
         sampler = self._sampler
         self._before = self._prompts.position
-        collected = self._distributed.together(
+        collection = self._distributed.together(
             lambda: Collected() if sampler is None else self._collect(sampler, step, watch, on_rollout)
         )
         self._before = None
         self._prompts.restore(Position(**self._distributed.broadcast(asdict(self._prompts.position))))
-        return collected
+        return collection
 
     def forget(self) -> None:
         if self._before is not None:
@@ -103,18 +103,18 @@ class Collector(RolloutSource):
         """Do nothing: no rollout is in flight between two steps."""
 
     def _collect(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
-        sampled = self._sample_groups(sampler, step, watch, on_rollout)
-        kept = [(row, group) for _, row, group in sampled if is_kept(group, self._algorithm)]
-        dropped = [group for *_, group in sampled if not is_kept(group, self._algorithm)]
+        groups = self._sample_groups(sampler, step, watch, on_rollout)
+        kept_groups = [(row, group) for _, row, group in groups if is_kept(group, self._algorithm)]
+        dropped_groups = [group for *_, group in groups if not is_kept(group, self._algorithm)]
         greedy = []
         if self._config.plan.needs_greedy:
-            greedy = self._greedy_answers(sampler, [row for row, _ in kept], step, watch)
-        collected = Collected.of([group for _, group in kept], dropped, greedy, self._algorithm)
-        for place, _, group in sampled:
+            greedy = self._greedy_answers(sampler, [row for row, _ in kept_groups], step, watch)
+        collection = Collected.of([group for _, group in kept_groups], dropped_groups, greedy, self._algorithm)
+        for place, _, group in groups:
             self._prompts.learn(place, rewards_of(group))
-        self._prompts.finish(place for place, *_ in sampled)
+        self._prompts.finish(place for place, *_ in groups)
         self._rewards.refuse_errors()
-        return replace(collected, metrics={**self._take_metrics(), **collected.metrics})
+        return replace(collection, metrics={**self._take_metrics(), **collection.metrics})
 
     def _sample_groups(
         self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout
@@ -129,11 +129,11 @@ class Collector(RolloutSource):
             missing = settings.prompts_per_step - sum(is_kept(group, self._algorithm) for *_, group in groups)
             if not missing:
                 break
-            begun = self._prompts.begin(missing)
+            placed_rows = self._prompts.begin(missing)
             with watch.stage("rollout"):
-                sampled = self._loop.run(
+                rollouts = self._loop.run(
                     sampler.collect(
-                        [row for _, row in begun],
+                        [row for _, row in placed_rows],
                         samples_per_prompt=settings.samples_per_prompt,
                         sampling=self._sampling,
                         step=step,
@@ -142,18 +142,18 @@ class Collector(RolloutSource):
                     )
                 )
             with watch.stage("reward"):
-                scored = self._loop.run(self._rewards.score(sampled))
-            by_group = groupby(scored, key=lambda rollout: rollout.group_id)
-            groups += [(*one, tuple(group)) for one, (_, group) in zip(begun, by_group, strict=True)]
+                scored_rollouts = self._loop.run(self._rewards.score(rollouts))
+            by_group = groupby(scored_rollouts, key=lambda rollout: rollout.group_id)
+            groups += [(*one, tuple(group)) for one, (_, group) in zip(placed_rows, by_group, strict=True)]
         return groups
 
     def _greedy_answers(self, sampler: Sampler, rows: Sequence[Row], step: int, watch: Stopwatch) -> list[Rollout]:
         """Sample and score one rollout per row at temperature 0, ReMax's baseline, which is never trained."""
         with watch.stage("rollout"):
-            sampled = self._loop.run(
+            rollouts = self._loop.run(
                 sampler.collect(
                     rows, samples_per_prompt=1, sampling=replace(self._sampling, temperature=0.0), step=step
                 )
             )
         with watch.stage("reward"):
-            return self._loop.run(self._rewards.score(sampled, in_metrics=False))
+            return self._loop.run(self._rewards.score(rollouts, in_metrics=False))

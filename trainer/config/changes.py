@@ -46,7 +46,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tu
     """
     old, new = flat(before), flat(after)
     for name in old.keys() ^ new.keys():
-        if name.startswith(tuple(f"{chosen}." for chosen in free_form(Config()))):
+        if name.startswith(tuple(f"{setting}." for setting in free_form(Config()))):
             old.setdefault(name, None)
             new.setdefault(name, None)
     if new.get("optimizer.schedule") != "constant":

@@ -28,14 +28,14 @@ OTHER_NAMES = {
 def closest(word: str, words: Sequence[str]) -> str:
     """Return " (did you mean 'x'?)" for a similar word or another trainer's name for it, else an empty text."""
     last = word.rpartition(".")[2]
-    ends = [known for known in words if known.rpartition(".")[2] == last]
+    ends = [name for name in words if name.rpartition(".")[2] == last]
     other = OTHER_NAMES.get(last)
     if other in words:
         match = [other]
     elif len(ends) == 1 and "." in ends[0]:
         match = ends
-    elif word and (begun := [known for known in words if known.startswith(word)]):
-        match = begun
+    elif word and (starts := [name for name in words if name.startswith(word)]):
+        match = starts
     else:
         match = difflib.get_close_matches(word, words, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""

@@ -141,10 +141,10 @@ def _redact_word(word: str) -> str:
         value = OverridesParser.create().parse_override(word).value()
     except HydraException:  # a flag such as --config-dir=...
         value = text
-    shown = redact(value, name)
-    if shown == value:
+    safe_value = redact(value, name)
+    if safe_value == value:
         return word
-    return f"{key}={shown if isinstance(shown, str) else override_value(shown)}"
+    return f"{key}={safe_value if isinstance(safe_value, str) else override_value(safe_value)}"
 
 
 def override_value(value: Any) -> str:

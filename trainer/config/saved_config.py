@@ -38,13 +38,13 @@ def read_saved(path: Path) -> DictConfig:
 
 
 def _check_events(path: Path, text: str) -> None:
-    depth, found = 0, False
+    depth, is_mapping = 0, False
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(f"{path} holds the alias *{event.anchor}, which no run writes; write its value instead")
-        if isinstance(event, yaml.NodeEvent) and not found:
-            found = isinstance(event, yaml.MappingStartEvent)
-            if not found:
+        if isinstance(event, yaml.NodeEvent) and not is_mapping:
+            is_mapping = isinstance(event, yaml.MappingStartEvent)
+            if not is_mapping:
                 break
         if isinstance(event, yaml.ScalarEvent) and "${" in event.value:
             raise ConfigError(
@@ -53,5 +53,5 @@ def _check_events(path: Path, text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise ConfigError(f"{path} is more than {MAX_DEPTH} levels deep, which no settings are")
-    if not found:
+    if not is_mapping:
         raise ConfigError(f"{path}: expected a mapping of settings; restore the file that the run wrote")

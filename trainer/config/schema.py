@@ -111,12 +111,16 @@ class Config:
 
     def demonstration_sets(self) -> dict[str, DataSetConfig]:
         """Return the demonstrations that are trained, by name: the training data, or demonstrations.path."""
-        given = self.demonstrations
+        settings = self.demonstrations
         if not self.has_rollouts:
             return self.data.training_sets()
-        if given.path is None:
+        if settings.path is None:
             return {}
-        return {"": DataSetConfig(path=given.path, subset=given.subset, split=given.split, columns=given.columns)}
+        return {
+            "": DataSetConfig(
+                path=settings.path, subset=settings.subset, split=settings.split, columns=settings.columns
+            )
+        }
 
     @property
     def evaluates(self) -> bool:
@@ -167,7 +171,7 @@ class Config:
     def max_turns(self) -> int:
         """environment.max_turns with null resolved: the most that the environment or a part of a mixture declares."""
         parts = declared_parts(self.environment.name, self.environment.settings)
-        turns = [declared.max_turns for _, _, declared in parts if not declared.has_parts]
+        turns = [part.max_turns for _, _, part in parts if not part.has_parts]
         return self.environment.max_turns or max(turns, default=Declaration().max_turns)
 
     @property

@@ -54,11 +54,11 @@ def _walk(path: tuple[str, ...], values: Mapping[str, Any], defaults: Mapping[st
 def settings_tree(values: Mapping[str, Any]) -> Tree:
     """Return the tree of the settings that are not defaults, for a terminal. Values are plain text, without markup."""
     all_settings = settings(values)
-    changed = [setting for setting in all_settings if setting.is_changed]
-    others = f"  {len(all_settings) - len(changed)} others have the defaults of the schema; --cfg job prints all"
+    changes = [setting for setting in all_settings if setting.is_changed]
+    others = f"  {len(all_settings) - len(changes)} others have the defaults of the schema; --cfg job prints all"
     tree = Tree(Text.assemble(("settings", "bold"), (others, "dim")))
     branches: dict[tuple[str, ...], Tree] = {(): tree}
-    for setting in changed:
+    for setting in changes:
         for depth in range(1, len(setting.path)):
             section = setting.path[:depth]
             if section not in branches:

@@ -44,13 +44,13 @@ def hashes(algorithm: AlgorithmConfig) -> dict[str, str]:
 def outside_of(config: Config) -> list[str]:
     """Return all that sampling with these settings uses outside of models and data, a text for each."""
     texts = dict(_named_texts("", asdict(config)))
-    found = [text for text in texts.values() if names_function(text) or "://" in text]
-    found += [f"the environment variable {text}" for name, text in texts.items() if name.endswith("_env")]
-    for name, settings, declared in declared_parts(config.environment.name, config.environment.settings):
-        if declared.opens:  # whole: a key of another name may start a program in the next version of a package
-            shown = json.dumps(settings, default=str)
-            found.append(f"{declared.opens}, of environment {name} with the settings {shown}")
-    return list(dict.fromkeys([*code_of_files(config), *found]))
+    uses = [text for text in texts.values() if names_function(text) or "://" in text]
+    uses += [f"the environment variable {text}" for name, text in texts.items() if name.endswith("_env")]
+    for name, settings, part in declared_parts(config.environment.name, config.environment.settings):
+        if part.opens:  # whole: a key of another name may start a program in the next version of a package
+            settings_json = json.dumps(settings, default=str)
+            uses.append(f"{part.opens}, of environment {name} with the settings {settings_json}")
+    return list(dict.fromkeys([*code_of_files(config), *uses]))
 
 
 def runs_unisolated(reward: RewardConfig) -> bool:
@@ -62,7 +62,7 @@ def runs_unisolated(reward: RewardConfig) -> bool:
 def unisolated_settings(environment: EnvironmentConfig, reward: RewardConfig) -> list[str]:
     """Return the settings by which programs of the model run without isolation."""
     parts = declared_parts(environment.name, environment.settings)
-    unsafe = any(declared.runs_programs and settings.get("unsafe") is True for _, settings, declared in parts)
+    unsafe = any(part.runs_programs and settings.get("unsafe") is True for _, settings, part in parts)
     return [REWARD_SETTING] * runs_unisolated(reward) + [ENVIRONMENT_SETTING] * unsafe
 
 

@@ -71,10 +71,10 @@ class RowRecord:
         if not RECORD.fullmatch(text):
             raise ValueError(f"expected `until passes/rollouts ...`, found {text!r:.80}")
         until, *visits = text.split()
-        found = tuple(Visit(*map(int, visit.split("/"))) for visit in visits)
-        if any(visit.passes > visit.rollouts for visit in found):
+        history = tuple(Visit(*map(int, visit.split("/"))) for visit in visits)
+        if any(visit.passes > visit.rollouts for visit in history):
             raise ValueError(f"expected at most as many passes as rollouts, found {text!r:.80}")
-        return cls(until=int(until), visits=found)
+        return cls(until=int(until), visits=history)
 
 
 class Curriculum:
@@ -134,8 +134,8 @@ class Curriculum:
     def metrics(self) -> dict[str, float]:
         """Return the number of rows put to rest at their last visit, and shares of all rows, which sum to 1."""
         rows = sum(self._sizes)
-        seen = {level: self._counts[level] for level in ("too_hard", "between", "solved")}
-        counts = {"unseen": rows - sum(seen.values()), **seen}
+        level_counts = {level: self._counts[level] for level in ("too_hard", "between", "solved")}
+        counts = {"unseen": rows - sum(level_counts.values()), **level_counts}
         shares = {f"data/{level}_share": count / rows for level, count in counts.items()}
         return {"data/resting_rows": float(self._counts["resting"]), **shares}
 
@@ -148,7 +148,7 @@ class Curriculum:
 
         Raises `CheckpointError` if a record cannot be read.
         """
-        found: dict[tuple[int, int], RowRecord] = {}
+        records: dict[tuple[int, int], RowRecord] = {}
         for key, text in state.items():
             try:
                 match = KEY.fullmatch(key)
@@ -161,9 +161,9 @@ class Curriculum:
                     "another checkpoint, or set data.curriculum.rest_epochs=0 data.curriculum.weighting=uniform"
                 ) from error
             row = int(match[1]), int(match[2])
-            found[row] = RowRecord(until=record.until, visits=record.visits[-self._rule.window :])
-        is_same = all(which < len(self._sizes) and index < self._sizes[which] for which, index in found)
-        self._records = found if is_same else {}
+            records[row] = RowRecord(until=record.until, visits=record.visits[-self._rule.window :])
+        is_same = all(which < len(self._sizes) and index < self._sizes[which] for which, index in records)
+        self._records = records if is_same else {}
         self._counts = Counter(label for record in self._records.values() for label in self._labels(record))
         return is_same
 

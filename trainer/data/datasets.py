@@ -232,12 +232,12 @@ def rename(row: Mapping[str, Any], columns: Columns, *, of: str) -> dict[str, An
     parsed as JSON. Null leaves the column out. Other columns stay; the old names of renamed ones go. Raises `DataError`
     without such a column, and lists those of the row.
     """
-    found = {name: _find(row, path, name, of) for name, path in columns.items() if path is not None}
-    kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
-    if any(name in found for name in PROMPT_COLUMNS):
+    values = {name: _find(row, path, name, of) for name, path in columns.items() if path is not None}
+    others = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+    if any(name in values for name in PROMPT_COLUMNS):
         # An environment takes the first prompt column it finds, which must be the chosen one.
-        kept = {name: value for name, value in kept.items() if name not in PROMPT_COLUMNS}
-    return {**kept, **found}
+        others = {name: value for name, value in others.items() if name not in PROMPT_COLUMNS}
+    return {**others, **values}
 
 
 def _find(row: Mapping[str, Any], path: str, name: str, of: str) -> Any:

@@ -82,23 +82,23 @@ def load_demonstrations(
     """
     left_out: Counter[str] = Counter()
     if settings.is_saved:
-        made = saved_rows(settings.path, chat, min_reward=min_reward, vocab_size=vocab_size, left_out=left_out)
+        conversations = saved_rows(settings.path, chat, min_reward=min_reward, vocab_size=vocab_size, left_out=left_out)
     else:
-        made = (rows for _, rows in every(_conversations(settings, chat, say), of=settings.path, say=say))
-    kept: list[Demonstration] = []
-    for rows in made:
+        conversations = (rows for _, rows in every(_conversations(settings, chat, say), of=settings.path, say=say))
+    examples: list[Demonstration] = []
+    for rows in conversations:
         if max_tokens is not None and max(map(len, rows)) > max_tokens:
             left_out[f"longer than {max_tokens} tokens"] += 1
         else:
-            kept.append(tuple(map(Tokenized.of, rows)))
+            examples.append(tuple(map(Tokenized.of, rows)))
     causes = ", ".join(f"{count} {cause}" for cause, count in left_out.items())
-    if not kept:
+    if not examples:
         raise DataError(f"{settings.path}: no demonstrations are left without {causes or 'any in the file'}")
-    num_tokens = sum(len(row) for rows in kept for row in rows)
-    num_trained = sum(int(row.loss_mask.sum()) for rows in kept for row in rows)
-    omitted = f"; {causes} are left out" if causes else ""
-    say(f"{settings.path}: {len(kept)} demonstrations, {num_tokens} tokens, {num_trained} of them trained{omitted}")
-    return kept
+    num_tokens = sum(len(row) for rows in examples for row in rows)
+    num_trained = sum(int(row.loss_mask.sum()) for rows in examples for row in rows)
+    note = f"; {causes} are left out" if causes else ""
+    say(f"{settings.path}: {len(examples)} demonstrations, {num_tokens} tokens, {num_trained} of them trained{note}")
+    return examples
 
 
 def _tokenized(row: Mapping[str, Any], chat: Chat) -> list[TrainingRow]:
@@ -114,13 +114,13 @@ def _tokenized(row: Mapping[str, Any], chat: Chat) -> list[TrainingRow]:
 
 def _parsed(value: Any, column: str) -> list[dict[str, Any]]:
     """Return a list of objects, given as such or as JSON text."""
-    found = json_or_text(value) if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    objects = json_or_text(value) if isinstance(value, str) else value
+    if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
         raise DataError(
-            f"it has no list of objects in column {column!r} (found {type(found).__name__}); expected messages in "
+            f"it has no list of objects in column {column!r} (found {type(objects).__name__}); expected messages in "
             f"OpenAI's format; set 'data.columns={{{column}: <column>}}'"
         )
-    return found
+    return objects
 
 
 def _conversations(

@@ -45,10 +45,10 @@ def gym_rows(path: str, split: str, parameters: Mapping[str, Any]) -> list[dict[
         )
     check_task(path, parameters)
     rows = _draw_rows(path.removeprefix(PREFIX), json.dumps(dict(parameters), sort_keys=True))
-    kept = [row for row in rows if is_heldout(row["question"]) == (split == "test")]
-    if not kept:
+    split_rows = [row for row in rows if is_heldout(row["question"]) == (split == "test")]
+    if not split_rows:
         raise DataError(f"{path} has no {split} rows among {len(rows)}; raise data.parameters.size")
-    return kept
+    return split_rows
 
 
 def questions(task: str, parameters: Mapping[str, Any], *, seed: int, size: int) -> Iterator[dict[str, Any]]:
@@ -57,14 +57,14 @@ def questions(task: str, parameters: Mapping[str, Any], *, seed: int, size: int)
     The entries of one data set are not cut: some tasks mix kinds of questions in proportion to their size.
     Raises `ConfigError` as `make_task`.
     """
-    seen: set[str] = set()
+    seen_questions: set[str] = set()
     for round_number in range(MAX_ROUNDS):
         # Entry k of a data set depends on its seed + k: data sets of neighboring seeds would share their entries.
         data = make_task(task, parameters, seed=(seed * MAX_ROUNDS + round_number) * size, size=size)
         for index in range(size):
             entry = data[index]
-            if entry["question"] not in seen:
-                seen.add(entry["question"])
+            if entry["question"] not in seen_questions:
+                seen_questions.add(entry["question"])
                 yield entry
 
 

@@ -27,13 +27,13 @@ def make_prompts(
     if max_tokens is not None:
         make = partial(make_environment, config.environment.name, **config.environment.settings)
         # Rank 0 measures for all, because the order must be equal on every rank.
-        kept = distributed.together(
+        kept_indices = distributed.together(
             lambda: [
                 short_enough(data_set, chat, make, loop, max_tokens=max_tokens, say=say)
                 for data_set in (data if distributed.is_main else ())
             ]
         )
-        data = [one.subset(indices) for one, indices in zip(data, distributed.broadcast(kept), strict=True)]
+        data = [one.subset(indices) for one, indices in zip(data, distributed.broadcast(kept_indices), strict=True)]
     return Prompts(
         data,
         seed=config.seed,
@@ -58,27 +58,27 @@ def short_enough(
     """
 
     async def lengths() -> list[int]:
-        found = []
+        counts = []
         for row in data:
             environment = environment_of(make(), row)
             if isinstance(environment, RunsItself):
-                found.append(0)  # it makes its own prompts
+                counts.append(0)  # it makes its own prompts
                 continue
             messages = await environment.reset(row)
-            found.append(len(chat.prompt(messages, environment.tools)))
-        return found
+            counts.append(len(chat.prompt(messages, environment.tools)))
+        return counts
 
     tokens = loop.run(lengths())
-    kept = [index for index, length in enumerate(tokens) if length <= max_tokens]
+    indices = [index for index, length in enumerate(tokens) if length <= max_tokens]
     name = f"data.sources.{data.name}" if data.name else "data.path"
-    dropped = len(tokens) - len(kept)
-    if not dropped:
+    excess = len(tokens) - len(indices)
+    if not excess:
         say(f"{name}: all {len(tokens)} prompts have at most {max_tokens} tokens, the longest {max(tokens)}")
-        return kept
+        return indices
     first = next(index for index, length in enumerate(tokens) if length > max_tokens)
     text = " ".join(str(data[first]).split())
     say(
-        f"{name}: {dropped} of {len(tokens)} prompts are longer than data.max_prompt_tokens={max_tokens} and left out; "
+        f"{name}: {excess} of {len(tokens)} prompts are longer than data.max_prompt_tokens={max_tokens} and left out; "
         f"the longest has {max(tokens)} tokens, the first is row {first} with {tokens[first]}: {text:.{SHOWN_CHARS}}"
     )
-    return kept
+    return indices

@@ -77,10 +77,10 @@ class DataSet:
     def prompts(self, reader: PromptReader) -> Iterator[Any]:
         """Yield the prompts of all rows as the file holds them, without reading other columns."""
         names = {*reader.columns, *PROMPT_COLUMNS}
-        renamed = {name: path for name, path in (self._settings.columns or {}).items() if name in names and path}
-        read = {part for path in renamed.values() for part in (path, path.partition(".")[0])} or names
+        columns = {name: path for name, path in (self._settings.columns or {}).items() if name in names and path}
+        read = {part for path in columns.values() for part in (path, path.partition(".")[0])} or names
         for row in self._rows.only(read.__contains__):
-            row = rename(row, renamed, of=self.path)
+            row = rename(row, columns, of=self.path)
             if (name := reader.find(row)) is not None:
                 yield row[name]
 
@@ -209,8 +209,8 @@ class Prompts:
 
     def metrics(self) -> dict[str, float]:
         """Return `data/epoch`, the passes over all rows, skipped ones included, and the metrics of the curriculum."""
-        passed = self.cursor + sum(self._skipped)
-        return {"data/epoch": passed / len(self), **(self.curriculum.metrics() if self.curriculum else {})}
+        num_passed = self.cursor + sum(self._skipped)
+        return {"data/epoch": num_passed / len(self), **(self.curriculum.metrics() if self.curriculum else {})}
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -247,16 +247,16 @@ class Prompts:
     def begin(self, count: int) -> list[tuple[int, Row]]:
         """Return the next `count` rows with their places, across epochs. Call `finish` for each later."""
         again, self._again = self._again[:count], self._again[count:]
-        begun = {place: self._locate(place) for place in again}
+        entries = {place: self._locate(place) for place in again}
         busy: set[tuple[int, int]] = set()
         if self.curriculum is not None:
-            busy = {drawn.row for drawn in (*self._begun.values(), *begun.values(), *map(self._locate, self._again))}
-        while len(begun) < count:
-            place, drawn = self._next(busy)
-            begun[place] = drawn
-            busy.add(drawn.row)
-        self._begun |= begun
-        return [(place, self.sets[drawn.which][drawn.index]) for place, drawn in begun.items()]
+            busy = {entry.row for entry in (*self._begun.values(), *entries.values(), *map(self._locate, self._again))}
+        while len(entries) < count:
+            place, entry = self._next(busy)
+            entries[place] = entry
+            busy.add(entry.row)
+        self._begun |= entries
+        return [(place, self.sets[entry.which][entry.index]) for place, entry in entries.items()]
 
     def finish(self, places: Iterable[int]) -> None:
         """Mark rows as trained or dropped, so that no resumed run takes them again."""
@@ -265,15 +265,15 @@ class Prompts:
 
     def take(self, count: int) -> list[Row]:
         """Return the next `count` rows, begun and finished at once."""
-        taken = self.begin(count)
-        self.finish(place for place, _ in taken)
-        return [row for _, row in taken]
+        placed_rows = self.begin(count)
+        self.finish(place for place, _ in placed_rows)
+        return [row for _, row in placed_rows]
 
     def learn(self, place: int, rewards: Sequence[float]) -> None:
         """Report the rewards of a row to the curriculum, if the run has one, before `finish`."""
         if self.curriculum is not None and rewards:
-            drawn = self._begun[place]
-            self.curriculum.learn(drawn.row, drawn.epoch, rewards)
+            entry = self._begun[place]
+            self.curriculum.learn(entry.row, entry.epoch, rewards)
 
     def _next(self, busy: set[tuple[int, int]]) -> tuple[int, _PlacedRow]:
         """Draw a row of the data set whose turn it is. busy: rows in flight."""
@@ -282,17 +282,17 @@ class Prompts:
         places = self._places[which]
         while True:
             draws = block * len(places) + int(self._earlier[turn]) + self._skipped[which]
-            block_drawn, draw = divmod(draws, len(places))
-            place = block_drawn * len(self._pattern) + int(places[draw])
-            drawn = self._locate(place)
+            draw_block, draw = divmod(draws, len(places))
+            place = draw_block * len(self._pattern) + int(places[draw])
+            entry = self._locate(place)
             if self.curriculum is not None and draws % self.sizes[which] == 0:
-                epochs = self.curriculum.wakes(which) - drawn.epoch
+                epochs = self.curriculum.wakes(which) - entry.epoch
                 if epochs > 0:  # else a long rest of all rows would be walked through row by row
                     self._skipped[which] += epochs * self.sizes[which]
                     continue
-            if self._takes(drawn, busy):
+            if self._takes(entry, busy):
                 self.cursor += 1
-                return place, drawn
+                return place, entry
             self._skipped[which] += 1
 
     def _takes(self, drawn: _PlacedRow, busy: set[tuple[int, int]]) -> bool:

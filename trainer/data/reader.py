@@ -62,10 +62,10 @@ def every(records: Iterable[Record[T]], *, of: str, say: Callable[[str], None] =
     Raises `DataError` after the last row if some cannot be used: how many, and the first ones with their places.
     """
     bad: list[str] = []
-    number, told = 0, time.monotonic()
+    number, last_report = 0, time.monotonic()
     for number, (place, read) in enumerate(records, start=1):
-        if time.monotonic() - told > PROGRESS_S:
-            told = time.monotonic()
+        if time.monotonic() - last_report > PROGRESS_S:
+            last_report = time.monotonic()
             say(f"{of}: {number:,} rows read ...")
         try:
             value = read()
@@ -210,12 +210,12 @@ def _value(text: str) -> Any:
 
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | DataError:
     """Return an object, or in its place the error, which `_object` raises for the row."""
-    made = dict(pairs)
-    if len(made) == len(pairs):
-        return made
+    mapping = dict(pairs)
+    if len(mapping) == len(pairs):
+        return mapping
     names = [name for name, _ in pairs]
     twice = next(name for name in names if names.count(name) > 1)
-    return DataError(f"an object has the key {twice!r} twice, expected one value: {made!r:.80}")
+    return DataError(f"an object has the key {twice!r} twice, expected one value: {mapping!r:.80}")
 
 
 def _object(value: Any) -> Row:
@@ -286,7 +286,7 @@ def _foreign(kind: pyarrow.DataType) -> pyarrow.DataType | None:
         return _foreign(kind.value_type)
     if types.is_struct(kind) or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = (_foreign(kind.field(index).type) for index in range(kind.num_fields))
-        return next((found for found in inner if found is not None), None)
+        return next((part for part in inner if part is not None), None)
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     plain = (types.is_null, types.is_boolean, types.is_integer, types.is_floating, *texts)
     return None if any(test(kind) for test in plain) else kind

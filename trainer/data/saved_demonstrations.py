@@ -66,9 +66,9 @@ def _sampler(file: Path) -> tuple[str, str | None, Path]:
     """Return path and chat template of the model that sampled the rollouts of a file, and the file."""
     run, results = file.absolute().parent.parent, file.with_suffix(".json")
     try:
-        found = json.loads(read_plain(results)) if results.is_file() else {}
-        if "chat_template" in found or not (run / "config.yaml").is_file():
-            return str(found["model"]), found.get("chat_template"), file
+        content = json.loads(read_plain(results)) if results.is_file() else {}
+        if "chat_template" in content or not (run / "config.yaml").is_file():
+            return str(content["model"]), content.get("chat_template"), file
         if (run / "model" / "tokenizer_config.json").is_file():
             return str(run / "model"), None, file
         model = read_saved(run / "config.yaml").model

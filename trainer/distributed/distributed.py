@@ -182,10 +182,10 @@ class Distributed:
 
             plugin = self._accelerator.state.deepspeed_plugin
             assert plugin is not None
-            inherited = ("train_micro_batch_size_per_gpu", "bf16", "fp16")
+            inherited_keys = ("train_micro_batch_size_per_gpu", "bf16", "fp16")
             zero = dict(plugin.deepspeed_config["zero_optimization"])
             zero.pop("offload_optimizer", None)  # requires an optimizer
-            settings = {key: plugin.deepspeed_config[key] for key in inherited if key in plugin.deepspeed_config}
+            settings = {key: plugin.deepspeed_config[key] for key in inherited_keys if key in plugin.deepspeed_config}
             engine, *_ = deepspeed.initialize(model=module, config={**settings, "zero_optimization": zero})
             engine.eval()
             return engine
@@ -413,12 +413,12 @@ class Distributed:
         file = directory / PARAMETERS
         if not file.is_file():
             raise CheckpointError(f"{directory} holds no {PARAMETERS}; resume with the config it was saved with")
-        saved = load_file(file)
+        tensors = load_file(file)
         own = dict(self.unwrapped.named_parameters())
-        refuse_other_model(file, saved.keys() ^ own.keys())
+        refuse_other_model(file, tensors.keys() ^ own.keys())
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(saved[name])
+                parameter.copy_(tensors[name])
         state = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
         self._optimizer.load_state_dict(state)
 
@@ -442,8 +442,8 @@ class Distributed:
             own = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
             # Copies, as ZeRO-2 gives, no longer show which parameters are one.
             every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            for tied in every - {name for name, _ in model.named_parameters()}:
-                own.pop(tied, None)
+            for alias in every - {name for name, _ in model.named_parameters()}:
+                own.pop(alias, None)
             model.save_pretrained(directory, state_dict=edit(own), safe_serialization=True)  # type: ignore[operator]
 
     def __enter__(self) -> Self:

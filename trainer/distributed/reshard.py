@@ -34,39 +34,41 @@ def fill_whole(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Seq
     own = dict(module.named_parameters())
     state = {}
     for index, name in enumerate(trained):
-        found = _checked(read(name), name, own[name].shape)
+        parameter = _checked(read(name), name, own[name].shape)
         with torch.no_grad():
-            own[name].copy_(found.weight)
-        state[index] = {key: _copied(value) for key, value in found.moments.items()}
+            own[name].copy_(parameter.weight)
+        state[index] = {key: _copied(value) for key, value in parameter.moments.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def fill_shards(engine: Any, zero_stage: int, read: Read) -> None:
     """Restore the shards of a DeepSpeed engine under ZeRO-2 or ZeRO-3, before its first step; a collective."""
-    sharded: Any = engine.optimizer
+    zero_optimizer: Any = engine.optimizer
     is_stage_3 = zero_stage == 3
     if is_stage_3:
-        sharded.checkpoint_event_prologue()
-    flats = sharded.fp32_partitioned_groups_flat if is_stage_3 else sharded.single_partition_of_fp32_groups
-    groups = sharded.fp16_groups if is_stage_3 else sharded.bit16_groups
+        zero_optimizer.checkpoint_event_prologue()
+    flats = (
+        zero_optimizer.fp32_partitioned_groups_flat if is_stage_3 else zero_optimizer.single_partition_of_fp32_groups
+    )
+    groups = zero_optimizer.fp16_groups if is_stage_3 else zero_optimizer.bit16_groups
     for flat, group in zip(flats, groups, strict=True):
         state: dict[str, Any] = {}
         for piece in _divided(engine, group) if is_stage_3 else _sliced(engine, group):
-            found = _checked(read(piece.name), piece.name, piece.shape)
-            piece.flat.of(flat.data).copy_(piece.inside.of(found.weight.flatten()))
-            for key, value in found.moments.items():
+            parameter = _checked(read(piece.name), piece.name, piece.shape)
+            piece.flat.of(flat.data).copy_(piece.inside.of(parameter.weight.flatten()))
+            for key, value in parameter.moments.items():
                 if is_per_weight(value):
                     buffer = state.setdefault(key, torch.zeros_like(flat.data))
                     piece.flat.of(buffer).copy_(piece.inside.of(value.flatten()))
                 else:
                     state[key] = _copied(value)
-        sharded.optimizer.state[flat] = state
+        zero_optimizer.optimizer.state[flat] = state
     # DeepSpeed's own loader, given the state it would have saved here, derives the weights that compute from it.
-    sharded.load_state_dict([sharded.state_dict()] * engine.world_size, load_from_fp32_weights=True)
+    zero_optimizer.load_state_dict([zero_optimizer.state_dict()] * engine.world_size, load_from_fp32_weights=True)
     if is_stage_3:
-        sharded.checkpoint_event_epilogue()
+        zero_optimizer.checkpoint_event_epilogue()
     else:
-        sharded.update_lp_params()
+        zero_optimizer.update_lp_params()
 
 
 def _divided(engine: Any, group: Sequence[Any]) -> Iterator[_Piece]:

@@ -81,9 +81,9 @@ def open_state(directory: Path, *, trained: Sequence[str], zero_stage: int) -> R
 
     Raises `CheckpointError` for other parameters; whatever torch and safetensors raise for damaged files.
     """
-    read, saved = _of_shards(directory / "state", zero_stage) if zero_stage else _of_one(directory, trained)
+    read, names = _of_shards(directory / "state", zero_stage) if zero_stage else _of_one(directory, trained)
     # Only the files of one process contain frozen parameters.
-    refuse_other_model(directory, set(trained) ^ saved if zero_stage else set(trained) - saved)
+    refuse_other_model(directory, set(trained) ^ names if zero_stage else set(trained) - names)
     return read
 
 
@@ -95,10 +95,10 @@ def refuse_other_model(path: Path, differing: Set[str]) -> None:
 
 def _of_one(directory: Path, trained: Sequence[str]) -> tuple[Read, set[str]]:
     weights = safe_open(directory / PARAMETERS, framework="pt")
-    saved = _load(directory / OPTIMIZER)
-    if "state" not in saved:
+    optimizer_state = _load(directory / OPTIMIZER)
+    if "state" not in optimizer_state:
         raise CheckpointError(f"{directory} holds the state of several optimizers, which ZeRO ranks cannot share")
-    order = [index for group in saved["param_groups"] for index in group["params"]]
+    order = [index for group in optimizer_state["param_groups"] for index in group["params"]]
     if len(order) != len(trained):
         raise CheckpointError(
             f"{directory} is of another model: its optimizer has {len(order)} parameters, this one has {len(trained)}"
@@ -106,7 +106,7 @@ def _of_one(directory: Path, trained: Sequence[str]) -> tuple[Read, set[str]]:
     index_of = dict(zip(trained, order, strict=True))
 
     def read(name: str) -> WholeParameter:
-        return WholeParameter(weight=weights.get_tensor(name), moments=saved["state"].get(index_of[name], {}))
+        return WholeParameter(weight=weights.get_tensor(name), moments=optimizer_state["state"].get(index_of[name], {}))
 
     return read, set(weights.keys())
 
@@ -148,34 +148,34 @@ def _shard(saved: Mapping[str, Any], zero_stage: int) -> _Shard:
 
 def _by_slices(shards: Sequence[_Shard], group: int, named: Mapping[str, torch.Size]) -> dict[str, list[Span]]:
     """Locate parameters under ZeRO-2, which slices a whole group over ranks and records the addresses."""
-    found: dict[str, list[Span]] = {}
+    spans: dict[str, list[Span]] = {}
     for name in named:
         addresses = [shard.slices[group].get(name) for shard in shards]
-        found[name] = [Span(0, 0) if at is None else Span(at.start, at.numel) for at in addresses]
-    return found
+        spans[name] = [Span(0, 0) if at is None else Span(at.start, at.numel) for at in addresses]
+    return spans
 
 
 def _by_division(num_ranks: int, named: Mapping[str, torch.Size]) -> dict[str, list[Span]]:
     """Locate parameters under ZeRO-3, which splits each into equal parts over ranks, the last one padded."""
-    found: dict[str, list[Span]] = {}
+    spans: dict[str, list[Span]] = {}
     start = 0
     for name, shape in named.items():
         size = -(-shape.numel() // num_ranks)
-        found[name] = [Span(start, max(0, min(size, shape.numel() - rank * size))) for rank in range(num_ranks)]
+        spans[name] = [Span(start, max(0, min(size, shape.numel() - rank * size))) for rank in range(num_ranks)]
         start += size
-    return found
+    return spans
 
 
 def _files(directory: Path, kind: str) -> list[Path]:
     """Return DeepSpeed's files of a kind, ordered by rank."""
-    numbered = {
-        int(found[1]) if (found := re.search(r"pp_rank_(\d+)_", file.name)) else 0: file
+    by_rank = {
+        int(match[1]) if (match := re.search(r"pp_rank_(\d+)_", file.name)) else 0: file
         for file in directory.glob(f"*{kind}_states.pt")
     }
-    if not numbered or sorted(numbered) != list(range(len(numbered))):
-        there = ", ".join(map(str, sorted(numbered))) or "none"
+    if not by_rank or sorted(by_rank) != list(range(len(by_rank))):
+        there = ", ".join(map(str, sorted(by_rank))) or "none"
         raise CheckpointError(f"{directory} lacks {kind} states of DeepSpeed; found those of ranks: {there}")
-    return [numbered[rank] for rank in sorted(numbered)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _load(file: Path) -> Any:

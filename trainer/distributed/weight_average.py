@@ -57,13 +57,13 @@ class WeightAverage:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Give the module the average for the duration of the block, which must not train; a collective."""
-        kept = {name: own.clone() for name, own in self._local_elements().items()}
+        parameters = {name: own.clone() for name, own in self._local_elements().items()}
         self._write(self._values)
         self._gather_persistent()
         try:
             yield
         finally:
-            self._write(kept)
+            self._write(parameters)
         self._gather_persistent()  # not after an error, in which other ranks may be lost
 
     def save(self, directory: Path) -> None:
@@ -78,13 +78,13 @@ class WeightAverage:
 
         Raises `CheckpointError` for the average of another model, and for damaged or missing files.
         """
-        numbered = {int(found[1]): file for file in (directory / DIRECTORY).glob("*") if (found := _NAME(file.name))}
-        if not numbered:
+        by_rank = {int(match[1]): file for file in (directory / DIRECTORY).glob("*") if (match := _NAME(file.name))}
+        if not by_rank:
             return False
-        if sorted(numbered) != list(range(len(numbered))):
-            raise CheckpointError(f"{directory / DIRECTORY} lacks files; found those of ranks {sorted(numbered)}")
+        if sorted(by_rank) != list(range(len(by_rank))):
+            raise CheckpointError(f"{directory / DIRECTORY} lacks files; found those of ranks {sorted(by_rank)}")
         try:
-            files = [safe_open(numbered[rank], framework="pt") for rank in range(len(numbered))]
+            files = [safe_open(by_rank[rank], framework="pt") for rank in range(len(by_rank))]
             refuse_other_model(directory / DIRECTORY, set(files[0].keys()) ^ self._parameters.keys())
             wholes = {name: torch.cat([file.get_tensor(name).flatten() for file in files]) for name in self._parameters}
         except (SafetensorError, OSError) as error:

@@ -44,25 +44,25 @@ def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: b
         policy = packable_config(model.path, setting="model.path", has_adapters=model.lora.rank > 0, **trust)
     else:
         policy = read_config(model.path, setting="model.path", **trust)
-    found: list[tuple[Role, str, str, PreTrainedConfig]] = []
+    models: list[tuple[Role, str, str, PreTrainedConfig]] = []
     if trains or stored_method(policy) is None:  # an engine reads more methods than the trainer
-        found.append((LANGUAGE_MODEL, "model.path", model.path, policy))
+        models.append((LANGUAGE_MODEL, "model.path", model.path, policy))
     if trains and config.algorithm.kl_coef and model.reference_path is not None:
         reference = packable_config(model.reference_path, setting="model.reference_path", **trust)
-        found.append((LANGUAGE_MODEL, "model.reference_path", model.reference_path, reference))
+        models.append((LANGUAGE_MODEL, "model.reference_path", model.reference_path, reference))
     if trains and config.plan.has_critic and model.critic == "separate" and model.critic_path is not None:
         critic = packable_config(model.critic_path, setting="model.critic_path", **trust)
-        found.append((role_of(critic), "model.critic_path", model.critic_path, critic))
+        models.append((role_of(critic), "model.critic_path", model.critic_path, critic))
     if trains and config.teacher.path is not None and not config.teacher.urls:
         teacher = read_config(config.teacher.path, setting="teacher.path", **trust)
         if stored_method(teacher) is None:
-            found.append((LANGUAGE_MODEL, "teacher.path", config.teacher.path, teacher))
-    for role, setting, path, own in found:
-        stored = stored_model(role, path, own, setting=setting, **trust, **loading_arguments(own))
-        for note in stored.notes:
+            models.append((LANGUAGE_MODEL, "teacher.path", config.teacher.path, teacher))
+    for role, setting, path, own in models:
+        content = stored_model(role, path, own, setting=setting, **trust, **loading_arguments(own))
+        for note in content.notes:
             say(note)
         if not trains:  # the trainer checks what it loads
-            refuse_non_finite(stored.non_finite(), setting=setting, path=path)
+            refuse_non_finite(content.non_finite(), setting=setting, path=path)
         _refuse_other_ids(model, setting, path, own, policy)
         if config.has_rollouts and setting != "teacher.path":
             longest = config.rollout.max_model_len
@@ -144,7 +144,7 @@ def _refuse_other_ids(
     model: ModelConfig, setting: str, path: str, own: PreTrainedConfig, policy: PreTrainedConfig
 ) -> None:
     """Raise `ConfigError` if ids of the policy are none, or other tokens, in a model that reads its rows."""
-    size, needed = own.get_text_config().vocab_size, policy.get_text_config().vocab_size
+    size, num_ids = own.get_text_config().vocab_size, policy.get_text_config().vocab_size
     ids = vocabulary(path, setting=setting, trust_remote_code=model.trust_remote_code)
     refuse_outside(setting, path, size, ids)
     if setting == "model.path":
@@ -158,9 +158,9 @@ def _refuse_other_ids(
         return
     # Larger models of a family pad the vocabulary further. A reference must have the same, for a KL over the same ids.
     is_padded = ids is not None and setting != "model.reference_path" and size > max(ids.values())
-    if size != needed and not (is_padded and (size > needed or setting == "teacher.path")):
+    if size != num_ids and not (is_padded and (size > num_ids or setting == "teacher.path")):
         raise ConfigError(
-            f"{setting}={path} has {size} ids, model.path={model.path} {needed}; set {setting} to a model with "
+            f"{setting}={path} has {size} ids, model.path={model.path} {num_ids}; set {setting} to a model with "
             "the policy's tokenizer and vocab_size"
         )
     if ids is not None:

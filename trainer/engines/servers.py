@@ -97,13 +97,13 @@ def check_quantization(engine: ServerEngine, config: Config, *, stored: str | No
 
     stored: method of the checkpoint's weights, for which vLLM may have a name of its own.
     """
-    wanted = config.rollout.quantization
-    if (stored is None and engine.quantization == wanted) or (stored is not None and engine.quantization is not None):
+    method = config.rollout.quantization
+    if (stored is None and engine.quantization == method) or (stored is not None and engine.quantization is not None):
         return
     others = f", or set rollout.quantization={typed(engine.quantization)}" if stored is None else ""
     raise ConfigError(
         f"{engine.name} computes with quantization={typed(engine.quantization)}, and this run has "
-        f"{f'quantized weights ({stored})' if stored else f'rollout.quantization={typed(wanted)}'}; restart it with "
+        f"{f'quantized weights ({stored})' if stored else f'rollout.quantization={typed(method)}'}; restart it with "
         f"`python scripts/serve_engine.py`{others}"
     )
 

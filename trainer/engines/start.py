@@ -100,7 +100,7 @@ def check_cores(num_engines: int) -> None:
 def engine_settings(config: Config, **placed: Any) -> EngineSettings:
     """Return the settings of an engine of this configuration. placed: values that override it."""
     settings = config.rollout
-    configured: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
@@ -119,4 +119,4 @@ def engine_settings(config: Config, **placed: Any) -> EngineSettings:
         "request_timeout_s": settings.request_timeout_s,
         "start_timeout_s": settings.start_timeout_s,
     }
-    return EngineSettings(**(configured | placed))
+    return EngineSettings(**(values | placed))

@@ -89,20 +89,20 @@ class Teacher:
             return batch
         rows = [row for row in batch.rows if row.num_trained]
         if self._prompts is None:
-            computed = [TeacherRow.plain(row) for row in rows]
+            inputs = [TeacherRow.plain(row) for row in rows]
         else:
-            computed, share = self._prompts.rows(rows, rollouts)
+            inputs, share = self._prompts.rows(rows, rollouts)
             self.measured = {**self.measured, "teacher/with_context": share}
-        scores = self._loop.run(self._score_all(self._engine, computed))
+        scores = self._loop.run(self._score_all(self._engine, inputs))
         outside = [one.top_ids.max() for one in scores if one.top_ids.size and one.top_ids.max() >= self._vocab_size]
         if outside:
             raise EvidenceError(
                 f"teacher: its most probable token {outside[0]} is none of the {self._vocab_size} ids of the student"
             )
         if rows and (measures_floor or not self._is_measured):
-            self.measured = {**self.measured, **self._floor(self._engine, rows, computed, scores)}
+            self.measured = {**self.measured, **self._floor(self._engine, rows, inputs, scores)}
             self._is_measured = True
-        return replace(batch, teacher=TeacherScores.of(batch.rows, scores, top_k=self._top_k, computed=computed))
+        return replace(batch, teacher=TeacherScores.of(batch.rows, scores, top_k=self._top_k, computed=inputs))
 
     def _floor(
         self,
@@ -112,15 +112,15 @@ class Teacher:
         scores: Sequence[TokenScores],
     ) -> dict[str, float]:
         """Score some rows again and return the mismatch with their scores."""
-        chosen = np.unique(np.linspace(0, len(rows) - 1, FLOOR_ROWS).round().astype(int)).tolist()
-        again = self._loop.run(self._score_alone(engine, [computed[index] for index in chosen]))
+        indices = np.unique(np.linspace(0, len(rows) - 1, FLOOR_ROWS).round().astype(int)).tolist()
+        again = self._loop.run(self._score_alone(engine, [computed[index] for index in indices]))
 
         def logprobs(found: Sequence[TokenScores]) -> torch.Tensor:
-            places = [np.flatnonzero(rows[index].loss_mask) + computed[index].shift - 1 for index in chosen]
+            places = [np.flatnonzero(rows[index].loss_mask) + computed[index].shift - 1 for index in indices]
             parts = [one.logprobs[place] for one, place in zip(found, places, strict=True)]
             return torch.from_numpy(np.concatenate(parts))
 
-        return teacher_floor(logprobs([scores[index] for index in chosen]), logprobs(again))
+        return teacher_floor(logprobs([scores[index] for index in indices]), logprobs(again))
 
     async def _score_all(self, engine: Engine, rows: Sequence[TeacherRow]) -> list[TokenScores]:
         return await asyncio.gather(*(engine.score_top(row.ids.tolist(), self._top_k) for row in rows))

@@ -49,8 +49,8 @@ def canary_diff(config: Config, members: Sequence[PooledEngine], loop: Backgroun
     limit = CANARY_THRESHOLD[getattr(torch, config.teacher.dtype)]
     largest = 0.0
     for member in members:
-        found = torch.tensor(loop.run(member.score(ids)), dtype=torch.float64)
-        difference = float((found - expected).abs().max())
+        logprobs = torch.tensor(loop.run(member.score(ids)), dtype=torch.float64)
+        difference = float((logprobs - expected).abs().max())
         if not difference <= limit:
             raise EvidenceError(
                 f"{member.name}: its log π of a canary differ by {difference:.3g} from those of transformers with "

@@ -62,46 +62,48 @@ class TeacherPrompts:
         prompt that can be rendered again.
         """
         by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-        chosen = {row.rollout_id: by_id[row.rollout_id] for row in rows}
-        values = {number: self._values(rollout, rollouts) for number, rollout in chosen.items()}
-        self._refuse_unknown(chosen.values())
-        prompts = {number: self._prompt(chosen[number], self._text(found)) for number, found in values.items() if found}
-        made = [self._row(row, chosen[row.rollout_id], prompts.get(row.rollout_id)) for row in rows]
-        too_long = {row.rollout_id for row, one in zip(rows, made, strict=True) if len(one.ids) > self._max_tokens}
-        made = [
-            TeacherRow.plain(row) if row.rollout_id in too_long else one for row, one in zip(rows, made, strict=True)
+        sources = {row.rollout_id: by_id[row.rollout_id] for row in rows}
+        values = {number: self._values(rollout, rollouts) for number, rollout in sources.items()}
+        self._refuse_unknown(sources.values())
+        prompts = {
+            number: self._prompt(sources[number], self._text(texts)) for number, texts in values.items() if texts
+        }
+        inputs = [self._row(row, sources[row.rollout_id], prompts.get(row.rollout_id)) for row in rows]
+        too_long = {row.rollout_id for row, one in zip(rows, inputs, strict=True) if len(one.ids) > self._max_tokens}
+        inputs = [
+            TeacherRow.plain(row) if row.rollout_id in too_long else one for row, one in zip(rows, inputs, strict=True)
         ]
-        return made, len(prompts.keys() - too_long) / max(len(chosen), 1)
+        return inputs, len(prompts.keys() - too_long) / max(len(sources), 1)
 
     def _values(self, rollout: Rollout, rollouts: Sequence[Rollout]) -> dict[str, str] | None:
         """Return the values of the template's names; None if one has none."""
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         for name in self._names:
             value = rollout.example.get(name, rollout.outcome.get(name))
             if value is None and name == SOLUTION:
                 value = self._solution(rollout, rollouts)
             if not isinstance(value, str | int | float) or not str(value).strip():
                 return None
-            found[name] = str(value)
-        return found
+            values[name] = str(value)
+        return values
 
     def _solution(self, rollout: Rollout, rollouts: Sequence[Rollout]) -> str | None:
         """Return the last answer of the first solved rollout of the group, another one if there is one."""
-        solved = [
+        solved_rollouts = [
             other
             for other in rollouts
             if other.group_id == rollout.group_id and other.is_trainable and other.reward >= self._solved_reward
         ]
-        solved.sort(key=lambda other: (other is rollout, other.rollout_id))
-        return solved[0].answer if solved and solved[0].sampled_turns else None
+        solved_rollouts.sort(key=lambda other: (other is rollout, other.rollout_id))
+        return solved_rollouts[0].answer if solved_rollouts and solved_rollouts[0].sampled_turns else None
 
     def _refuse_unknown(self, rollouts: Sequence[Rollout] | Any) -> None:
-        known = {SOLUTION, *(name for one in rollouts for name in (*one.example, *one.outcome))}
-        unknown = [name for name in self._names if name not in known]
+        names = {SOLUTION, *(name for one in rollouts for name in (*one.example, *one.outcome))}
+        unknown = [name for name in self._names if name not in names]
         if unknown:
             raise ConfigError(
                 f"teacher.context names {{{unknown[0]}}}, which no row of this step has; expected names of "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(names))}"
             )
 
     def _text(self, values: Mapping[str, str]) -> str:

@@ -42,8 +42,8 @@ def refuse_unfit_teacher(config: Config) -> None:
         refuse_other_tokenizer(config.model, "teacher.path", settings.path)
     if config.has_teacher and not (settings.urls or (settings.source == "policy" and config.rollout.urls)):
         path, setting = (settings.path, "teacher.path") if settings.path else (config.model.path, "model.path")
-        found = read_config(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
-        refuse_short(config, longest_context(found))
+        model_config = read_config(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
+        refuse_short(config, longest_context(model_config))
 
 
 def start_teacher(
@@ -64,20 +64,20 @@ def start_teacher(
     if not config.has_teacher:
         return None
     source = config.teacher.source
-    measured: dict[str, float] = {}
-    synced: list[SyncedEngine] = []
+    metrics: dict[str, float] = {}
+    engines: list[SyncedEngine] = []
 
     def start() -> EnginePool | None:
         if not distributed.is_main:
             return None
         if source == "average":
-            synced.append(_averaged(config, loop=loop, logs=logs))
-            return EnginePool(synced)
+            engines.append(_averaged(config, loop=loop, logs=logs))
+            return EnginePool(engines)
         members = _members(config, loop=loop, logs=logs)
         if is_checked(config):
-            measured["teacher/canary_abs_diff"] = canary_diff(config, members, loop)
+            metrics["teacher/canary_abs_diff"] = canary_diff(config, members, loop)
             say(
-                f"teacher        its log π of a canary differ by at most {measured['teacher/canary_abs_diff']:.2g} "
+                f"teacher        its log π of a canary differ by at most {metrics['teacher/canary_abs_diff']:.2g} "
                 "from those of transformers"
             )
         return EnginePool(members)
@@ -92,8 +92,8 @@ def start_teacher(
         vocab_size=vocab_size_of(config.model.path, config),
         prompts=distributed.together(lambda: _prompts(config)),
         is_policy=source == "policy",
-        synced=synced,
-        measured=measured,
+        synced=engines,
+        measured=metrics,
     )
 
 

@@ -64,14 +64,14 @@ class Generation:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Generation:
         """Read the `generation_kwargs` of a task. Raises `ConfigError` for one that the engine does not have."""
-        found: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), DEFAULT_MAX_TOKENS))
-        samples = bool(found.pop("do_sample"))
-        until = tuple(map(str, handle_stop_sequences(found.pop("until"), None)))
+        options: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), DEFAULT_MAX_TOKENS))
+        samples = bool(options.pop("do_sample"))
+        until = tuple(map(str, handle_stop_sequences(options.pop("until"), None)))
         # do_sample without a temperature is temperature 1, as in the backends of lm-eval.
-        temperature = float(found.pop("temperature", 1.0)) * samples
-        max_tokens, top_p = int(found.pop("max_gen_toks")), float(found.pop("top_p", 1.0))
-        top_k, min_p = int(found.pop("top_k", 0)), float(found.pop("min_p", 0.0))
-        if other := {name: value for name, value in found.items() if NEUTRAL.get(name) != value}:
+        temperature = float(options.pop("temperature", 1.0)) * samples
+        max_tokens, top_p = int(options.pop("max_gen_toks")), float(options.pop("top_p", 1.0))
+        top_k, min_p = int(options.pop("top_k", 0)), float(options.pop("min_p", 0.0))
+        if other := {name: value for name, value in options.items() if NEUTRAL.get(name) != value}:
             raise ConfigError(
                 f"generation_kwargs of {', '.join(f'{name}={value}' for name, value in other.items())}, expected "
                 "until, max_gen_toks, do_sample, temperature, top_p, top_k and min_p; remove the others from the task"
@@ -137,8 +137,8 @@ class EngineModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         if add_special_tokens is None and has_bos_prefix(string, self._bos):  # a chat template has written it
             add_special_tokens = False
-        chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, **chosen))
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         def render(messages: list[dict[str, str]]) -> str:
@@ -184,7 +184,7 @@ class EngineModel(TemplateLM):
                     f"a continuation of {len(continuation)} tokens cannot be scored, expected 1 to {longest - 1}: "
                     f"{texts!r:.200}; raise rollout.max_model_len, or change the task"
                 )
-        self.num_truncated += sum(len(context) + len(continued) > longest for _, context, continued in requests)
+        self.num_truncated += sum(len(context) + len(target) > longest for _, context, target in requests)
 
         async def score(context: list[int], continuation: list[int]) -> tuple[float, bool]:
             logprobs, ranks = await self._engine.score_ranked([*context, *continuation][-longest:])
@@ -199,14 +199,14 @@ class EngineModel(TemplateLM):
         repeats: Counter[tuple[Any, ...]] = Counter()
         work = []
         for request in requests:
-            context, given = request.args
+            context, kwargs = request.args
             key = (request.task_name, request.doc_id, request.idx)
-            generation = Generation.of(given)
+            generation = Generation.of(kwargs)
             prompt = self.tok_encode(context)
-            kept, _ = maybe_truncate(prompt, generation.max_tokens, self.max_length, verbose=False)
-            self.num_truncated += len(kept) < len(prompt)
+            context_ids, _ = maybe_truncate(prompt, generation.max_tokens, self.max_length, verbose=False)
+            self.num_truncated += len(context_ids) < len(prompt)
             work.append(
-                lambda ids=kept, of=generation, key=(*key, repeats[key]): self._generate(ids, of, key)  # type: ignore[misc]
+                lambda ids=context_ids, of=generation, key=(*key, repeats[key]): self._generate(ids, of, key)  # type: ignore[misc]
             )
             repeats[key] += 1
         return self._answers("sampling", work)
@@ -216,11 +216,11 @@ class EngineModel(TemplateLM):
         ends = [text for text in generation.until if text and text not in self._control]
         controls = [self._control[text] for text in generation.until if text in self._control]
         stop_ids = tuple(dict.fromkeys((*self._stop_token_ids, *controls)))
-        sampled: list[int] = []
+        sampled_ids: list[int] = []
         while True:
-            left = generation.max_tokens - len(sampled)
+            left = generation.max_tokens - len(sampled_ids)
             call = await self._engine.generate(
-                [*prompt, *sampled],
+                [*prompt, *sampled_ids],
                 Sampling(
                     max_tokens=min(left, STOP_CHECK_TOKENS) if ends else left,
                     temperature=generation.temperature,
@@ -228,15 +228,15 @@ class EngineModel(TemplateLM):
                     top_k=generation.top_k,
                     min_p=generation.min_p,
                     stop_token_ids=stop_ids,
-                    seed=request_seed(self._seed, *key, len(sampled)),
+                    seed=request_seed(self._seed, *key, len(sampled_ids)),
                     is_trained=False,
                 ),
             )
-            sampled += call.sampled_ids
-            text = str(self.tokenizer.decode(sampled, skip_special_tokens=True))
-            is_over = call.finish_reason is FinishReason.STOP or len(sampled) >= generation.max_tokens
+            sampled_ids += call.sampled_ids
+            text = str(self.tokenizer.decode(sampled_ids, skip_special_tokens=True))
+            is_over = call.finish_reason is FinishReason.STOP or len(sampled_ids) >= generation.max_tokens
             if is_over or not call.sampled_ids or any(end in text for end in ends):
-                self._on_answer(len(sampled))
+                self._on_answer(len(sampled_ids))
                 return postprocess_generated_text(text, list(generation.until), None)
 
     def _answers(self, kind: str, work: Sequence[Callable[[], Coroutine[Any, Any, Any]]]) -> list[Any]:

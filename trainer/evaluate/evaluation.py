@@ -1,4 +1,4 @@
-"""What an evaluation returns. A run that does not evaluate loads this module alone of trainer/evaluate/."""
+"""Record of an evaluation. A run that does not evaluate loads this module alone of trainer/evaluate/."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        found = {name: value for result in self.results for name, value in result.metrics().items()} | dict(self.losses)
+        values = {name: value for result in self.results for name, value in result.metrics().items()} | dict(
+            self.losses
+        )
         if self.tasks is not None:
-            found |= {name: value for metric in self.tasks.metrics for name, value in metric.metrics().items()}
-            found |= self.tasks.facts()
-        return found
+            values |= {name: value for metric in self.tasks.metrics for name, value in metric.metrics().items()}
+            values |= self.tasks.facts()
+        return values

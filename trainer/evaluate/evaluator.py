@@ -99,13 +99,13 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluate on all data sets. on_stage: called when the sampling or the scoring of one begins."""
         settings = self._config.eval
-        results, kept = [], []
+        results, all_rollouts = [], []
         for name, data in self.data.items():
             of = f" of {name}" if name else ""
             on_stage(f"rollout{of}")
-            sampled = self._sample(data, step=evaluation_step(name), on_rollout=on_rollout)
+            samples = self._sample(data, step=evaluation_step(name), on_rollout=on_rollout)
             on_stage(f"reward{of}")
-            rollouts = self._loop.run(self._rewards.score(sampled, in_metrics=False, is_shaped=False))
+            rollouts = self._loop.run(self._rewards.score(samples, in_metrics=False, is_shaped=False))
             prompts = prompt_results(
                 rollouts,
                 label_column=settings.by,
@@ -113,8 +113,8 @@ class Evaluator:
                 pass_threshold=settings.pass_threshold,
             )
             results.append(SetResult(name=name, prompts=prompts, facts=rollout_facts(rollouts)))
-            kept += rollouts
-        return Evaluation(results=tuple(results), rollouts=tuple(kept))
+            all_rollouts += rollouts
+        return Evaluation(results=tuple(results), rollouts=tuple(all_rollouts))
 
     def _num_prompts(self, data: DataSet) -> int:
         limit = self._config.eval.prompts
@@ -150,11 +150,11 @@ def comparable_settings(config: Config) -> dict[str, Any]:
             *(COMPARED if config.heldout_sets() else ("seed",)),
             *(f"eval.lm_eval.{name}" for name in TASK_SETTINGS),
         )
-    found = {name: attrgetter(name)(config) for name in names}
+    values = {name: attrgetter(name)(config) for name in names}
     if config.heldout_sets():
-        found["environment.max_turns"] = config.max_turns
-        found["eval.max_tokens_per_turn"] = settings.max_tokens_per_turn or config.rollout.max_tokens_per_turn
-    return found
+        values["environment.max_turns"] = config.max_turns
+        values["eval.max_tokens_per_turn"] = settings.max_tokens_per_turn or config.rollout.max_tokens_per_turn
+    return values
 
 
 def run(config: Config) -> None:
@@ -175,8 +175,8 @@ def run(config: Config) -> None:
         before = read_results(Path(other).expanduser(), sampled_with)
         tasks_before = read_tasks(Path(other).expanduser()) if tasks is not None else ()
     elif other is not None:
-        compared = _evaluate_model(replace(config, model=replace(config.model, path=other)), console, tasks)
-        before, tasks_before = compared.results, () if compared.tasks is None else compared.tasks.metrics
+        baseline = _evaluate_model(replace(config, model=replace(config.model, path=other)), console, tasks)
+        before, tasks_before = baseline.results, () if baseline.tasks is None else baseline.tasks.metrics
     evaluation = _evaluate_model(config, console, tasks)
     for rollout in evaluation.rollouts[: config.logger.print_rollouts]:
         console.sample(rollout)
@@ -228,20 +228,20 @@ def _run_adapters(config: Config, console: RunConsole) -> None:
     with open_engine(config) as engine:
         base: Sequence[SetResult] = ()
         for name in (BASE, *config.model.adapters):
-            found = _evaluate_sets(config, data, engine, console, model=name)
-            comparisons = compare(base, found.results) if base else []
-            base = base or found.results
+            evaluation = _evaluate_sets(config, data, engine, console, model=name)
+            comparisons = compare(base, evaluation.results) if base else []
+            base = base or evaluation.results
             console.say(f"{name}:")
-            for line in (*result_lines(found.results), *comparison_lines(comparisons, BASE, name)):
+            for line in (*result_lines(evaluation.results), *comparison_lines(comparisons, BASE, name)):
                 console.say(line)
-            metrics |= {f"{name}/{key}": value for key, value in found.metrics.items()}
+            metrics |= {f"{name}/{key}": value for key, value in evaluation.metrics.items()}
             metrics |= {f"{name}/{key}": value for one in comparisons for key, value in one.metrics().items()}
             if settings.output is not None:
                 output = Path(settings.output).expanduser()
                 output = output.with_stem(f"{output.stem}.{name}")
-                shown = path if name == BASE else f"{path} with {config.model.adapters[name]}"
+                label = path if name == BASE else f"{path} with {config.model.adapters[name]}"
                 others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None}
-                _write(found, output, console, model=shown, settings=sampled_with, **others)
+                _write(evaluation, output, console, model=label, settings=sampled_with, **others)
     print(json.dumps(metrics))
 
 

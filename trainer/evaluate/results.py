@@ -103,7 +103,7 @@ class SetResult:
     def metrics(self) -> dict[str, float]:
         """Return `eval/*`, or `eval/<name>/*`: values, bounds of their 95 % intervals, and facts."""
         reward = self.rewards()
-        found = {
+        values = {
             "reward_mean": reward.value,
             "reward_stderr": estimates.standard_error([prompt.mean_reward for prompt in self.prompts]),
             "prompts": float(len(self.prompts)),
@@ -111,11 +111,11 @@ class SetResult:
             **self.facts,
         }
         for k, rate in self.pass_rates().items():
-            found |= {f"pass@{k}": rate.value, f"pass@{k}_low": rate.low, f"pass@{k}_high": rate.high}
+            values |= {f"pass@{k}": rate.value, f"pass@{k}_low": rate.low, f"pass@{k}_high": rate.high}
         parts = self.by_label()
         for label, part in parts.items() if len(parts) > 1 else ():
-            found |= {f"{label}/reward_mean": part.rewards().value, f"{label}/pass@1": part.pass_rates()[1].value}
-        return {_prefix(self.name) + name: value for name, value in found.items() if math.isfinite(value)}
+            values |= {f"{label}/reward_mean": part.rewards().value, f"{label}/pass@1": part.pass_rates()[1].value}
+        return {_prefix(self.name) + name: value for name, value in values.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,11 +279,11 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[SetResult]:
     for result in content.sets:
         if len({len(prompt.rewards) for prompt in result.prompts}) != 1:
             raise _other_file(path, f"{title(result.name)}: expected prompts with the same number of samples each")
-    found = content.settings
-    other = [name for name in settings if found.get(name) != settings[name]]
+    prior = content.settings
+    other = [name for name in settings if prior.get(name) != settings[name]]
     if other:
         raise DataError(
-            f"{path} was sampled with {', '.join(f'{name}={found.get(name)}' for name in other)}, this evaluation with "
+            f"{path} was sampled with {', '.join(f'{name}={prior.get(name)}' for name in other)}, this evaluation with "
             f"{', '.join(f'{name}={settings[name]}' for name in other)}; evaluate both with the same settings"
         )
     return content.sets

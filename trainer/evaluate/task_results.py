@@ -91,18 +91,18 @@ class TaskMetric:
     def metrics(self) -> dict[str, float]:
         """Return `eval/<name>`, the bounds of its interval, and the number of documents."""
         estimate = self.estimate()
-        found = {
+        values = {
             "": estimate.value,
             "_low": estimate.low,
             "_high": estimate.high,
             "/documents": float(len(self.documents)),
         }
-        return {f"eval/{self.name}{end}": value for end, value in found.items() if math.isfinite(value)}
+        return {f"eval/{self.name}{end}": value for end, value in values.items() if math.isfinite(value)}
 
 
 def task_metrics(results: Mapping[str, Any]) -> tuple[TaskMetric, ...]:
     """Convert what `lm_eval.evaluator.evaluate` returned, with samples: groups after their tasks."""
-    found: list[TaskMetric] = []
+    metrics: list[TaskMetric] = []
     by_task: dict[str, dict[tuple[str, str], tuple[DocumentScore, ...]]] = {}
     for task, samples in results["samples"].items():
         kinds = dict.fromkeys((metric, sample["filter"]) for sample in samples for metric in sample["metrics"])
@@ -114,19 +114,19 @@ def task_metrics(results: Mapping[str, Any]) -> tuple[TaskMetric, ...]:
         parts = children.get(name, ())
         return [task for part in parts for task in ([part] if part in by_task else below(part))]
 
-    for name, aggregated in {**results["results"], **results.get("groups", {})}.items():
+    for name, scores in {**results["results"], **results.get("groups", {})}.items():
         tasks = [name] if name in by_task else below(name)
-        for key, value in aggregated.items():
-            metric, comma, chosen = key.partition(",")
+        for key, value in scores.items():
+            metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or isinstance(value, str):
                 continue
-            documents = tuple(one for task in tasks for one in by_task[task].get((metric, chosen), ()))
-            stderr = aggregated.get(f"{metric}_stderr,{chosen}")
-            found.append(
+            documents = tuple(one for task in tasks for one in by_task[task].get((metric, filter_name), ()))
+            stderr = scores.get(f"{metric}_stderr,{filter_name}")
+            metrics.append(
                 TaskMetric(
                     task=name,
                     metric=metric,
-                    filter=chosen,
+                    filter=filter_name,
                     version=str(results.get("versions", {}).get(name)),
                     value=float(value),
                     stderr=float(stderr) if isinstance(stderr, int | float) and math.isfinite(stderr) else None,
@@ -135,12 +135,12 @@ def task_metrics(results: Mapping[str, Any]) -> tuple[TaskMetric, ...]:
                     documents=documents,
                 )
             )
-    return tuple(found)
+    return tuple(metrics)
 
 
 def _documents(samples: Iterable[Mapping[str, Any]], metric: str, chosen: str) -> tuple[DocumentScore, ...]:
     """Return the values of a metric in order of documents; empty if they are neither numbers nor pairs of numbers."""
-    found = []
+    scores = []
     for sample in samples:
         if sample["filter"] != chosen or metric not in sample:
             continue
@@ -148,8 +148,8 @@ def _documents(samples: Iterable[Mapping[str, Any]], metric: str, chosen: str) -
         pair = value if isinstance(value, tuple | list) else (value, 1.0)
         if len(pair) != 2 or not all(isinstance(number, int | float) and math.isfinite(number) for number in pair):
             return ()
-        found.append(DocumentScore(document=str(sample["doc_hash"])[:16], value=float(pair[0]), weight=float(pair[1])))
-    return tuple(found)
+        scores.append(DocumentScore(document=str(sample["doc_hash"])[:16], value=float(pair[0]), weight=float(pair[1])))
+    return tuple(scores)
 
 
 def _form(value: float, documents: Sequence[DocumentScore]) -> Form | None:

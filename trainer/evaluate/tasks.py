@@ -185,10 +185,10 @@ class Tasks:
                 f"lm-eval failed on {', '.join(self.names)}: {type(error).__name__}: {error_text(error)}"
             ) from error
         assert results is not None, "only other ranks of lm-eval have none"
-        found: dict[str, Any] = dict(results)
+        report: dict[str, Any] = dict(results)
         return TaskRun(
-            metrics=task_metrics(found),
-            samples=found["samples"],
+            metrics=task_metrics(report),
+            samples=report["samples"],
             num_requests=model.num_requests,
             num_truncated=model.num_truncated,
         )

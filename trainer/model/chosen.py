@@ -47,12 +47,12 @@ def with_chosen(
             say(f"optimizer.lr={lr:g} for {what} of a model of {shape.parameters / 1e6:,.0f} M parameters")
     if config.token_budget is not None and config.model.gradient_checkpointing is not None:
         return config
-    made = first_that_fits(config, shape, sharding, available=available, on_gpu=on_gpu)
-    if config.token_budget is None and made.token_budget != PACK_TOKENS:
-        say(f"token_budget={made.token_budget}, which the memory plan leaves")
-    if config.model.gradient_checkpointing is None and made.is_checkpointed:
+    resolved_config = first_that_fits(config, shape, sharding, available=available, on_gpu=on_gpu)
+    if config.token_budget is None and resolved_config.token_budget != PACK_TOKENS:
+        say(f"token_budget={resolved_config.token_budget}, which the memory plan leaves")
+    if config.model.gradient_checkpointing is None and resolved_config.is_checkpointed:
         say("model.gradient_checkpointing=true, without which the memory plan does not fit")
-    return made
+    return resolved_config
 
 
 def default_lr(shape: ModelShape, *, has_adapters: bool) -> float:
@@ -72,24 +72,26 @@ def first_that_fits(
     takes. Raises `ConfigError` if the smallest ones take more than all of the memory.
     """
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    given = config.model.gradient_checkpointing
+    setting = config.model.gradient_checkpointing
     longest = config.rollout.max_model_len
-    for tokens, is_checkpointed in choices(config.token_budget, given, longest=longest, on_gpu=on_gpu):
+    for tokens, is_checkpointed in choices(config.token_budget, setting, longest=longest, on_gpu=on_gpu):
         model = replace(config.model, gradient_checkpointing=is_checkpointed)
-        made = replace(config, token_budget=tokens, model=model)
-        plan = memory_plan(shape, made, sharding, on_gpu=on_gpu)
-        shares = plan.engine_weights > 0 and cache_gib(made.rollout, on_gpu=on_gpu) is None and not plan.engine_sleeps
-        if plan.total + (plan.activations + plan.logits) * shares <= USABLE * available:
-            return made
-    problem = advice(plan, made, available=available, zero_stage=sharding.zero_stage)
-    if problem is not None:
-        with_it = " and gradient checkpointing" if made.is_checkpointed else ""
-        raise ConfigError(
-            f"the run does not fit into memory: with {made.pack_tokens} tokens per pack{with_it} {problem}. "
-            f"{plan.table()}. To try it nevertheless, set token_budget={made.pack_tokens} "
-            f"model.gradient_checkpointing={str(made.is_checkpointed).lower()}"
+        candidate = replace(config, token_budget=tokens, model=model)
+        plan = memory_plan(shape, candidate, sharding, on_gpu=on_gpu)
+        shares = (
+            plan.engine_weights > 0 and cache_gib(candidate.rollout, on_gpu=on_gpu) is None and not plan.engine_sleeps
         )
-    return made
+        if plan.total + (plan.activations + plan.logits) * shares <= USABLE * available:
+            return candidate
+    problem = advice(plan, candidate, available=available, zero_stage=sharding.zero_stage)
+    if problem is not None:
+        with_it = " and gradient checkpointing" if candidate.is_checkpointed else ""
+        raise ConfigError(
+            f"the run does not fit into memory: with {candidate.pack_tokens} tokens per pack{with_it} {problem}. "
+            f"{plan.table()}. To try it nevertheless, set token_budget={candidate.pack_tokens} "
+            f"model.gradient_checkpointing={str(candidate.is_checkpointed).lower()}"
+        )
+    return candidate
 
 
 def choices(

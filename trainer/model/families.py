@@ -129,18 +129,18 @@ def unproven(config: PreTrainedConfig, passed: Sequence[str], *, has_sync: bool)
     """
     text = config.get_text_config()
     proven = json.loads(PROOFS.read_text(encoding="utf-8")).get(text.model_type)
-    checked = f"Passed on this model: {', '.join(passed)}{AT_SYNC if has_sync else ''}"
+    checks = f"Passed on this model: {', '.join(passed)}{AT_SYNC if has_sync else ''}"
     if proven is None:
-        tested = any(text.model_type in family.model_types for family in FAMILIES)
-        only = ", only tests of a tiny model (docs/models.md)" if tested else " (docs/models.md)"
+        is_tested = any(text.model_type in family.model_types for family in FAMILIES)
+        only = ", only tests of a tiny model (docs/models.md)" if is_tested else " (docs/models.md)"
         return (
-            f"model type {text.model_type} has no proof with a published config{only}. {checked}; no proof: {UNCHECKED}"
+            f"model type {text.model_type} has no proof with a published config{only}. {checks}; no proof: {UNCHECKED}"
         )
     others = [f"{name}={value}" for name, value in settings(config) if value not in proven.get(name, ())]
     if not others:
         return None
-    shown = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
-    return f"no proof of model type {text.model_type} (docs/models.md) has {shown}. {checked}"
+    listing = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+    return f"no proof of model type {text.model_type} (docs/models.md) has {listing}. {checks}"
 
 
 def settings(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:

@@ -156,29 +156,29 @@ class _FusedLogprobs(torch.autograd.Function):
         candidates = None if candidate_ids_NE is None else VocabEntries.of_table(candidate_ids_NE).sorted_by(tiles)
         num_candidates = 0 if candidate_ids_NE is None else candidate_ids_NE.shape[1]
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            found = _normalize(tiles, target_ids_N, with_entropy, candidates, num_candidates)
-        logp_NF = torch.cat([found.candidate_logit_NE - found.lse_N[:, None], found.log_rest_N[:, None]], 1)
+            stats = _normalize(tiles, target_ids_N, with_entropy, candidates, num_candidates)
+        logp_NF = torch.cat([stats.candidate_logit_NE - stats.lse_N[:, None], stats.log_rest_N[:, None]], 1)
         ctx.save_for_backward(
             hidden_ND,
             weight_VD,
             bias_V,
             target_ids_N,
-            found.lse_N,
-            found.entropy_N,
-            found.exp_NV,
-            found.sum_N,
+            stats.lse_N,
+            stats.entropy_N,
+            stats.exp_NV,
+            stats.sum_N,
             logp_NF,
         )
         ctx.transform, ctx.rounded_to = transform, rounded_to
         ctx.support, ctx.with_entropy = tiles.support, with_entropy
         ctx.candidates = candidates
         if not with_entropy:
-            ctx.mark_non_differentiable(found.entropy_N)
+            ctx.mark_non_differentiable(stats.entropy_N)
         if candidates is None:
             ctx.mark_non_differentiable(logp_NF)
         # An entropy that is only reported then has a None gradient, not zeros, and backward skips its part.
         ctx.set_materialize_grads(False)
-        return found.target_logit_N - found.lse_N, found.entropy_N, logp_NF
+        return stats.target_logit_N - stats.lse_N, stats.entropy_N, logp_NF
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -77,45 +77,45 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
     """
     import peft
 
-    wanted = settings.target_modules
-    if wanted is not None:
-        _check_targets(model, wanted)
-    adapted = peft.get_peft_model(
+    targets = settings.target_modules
+    if targets is not None:
+        _check_targets(model, targets)
+    peft_model = peft.get_peft_model(
         model,
         peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number works: peft only divides it by the rank
             lora_dropout=0.0,
-            target_modules=default_targets(model) if wanted is None else list(wanted),
+            target_modules=default_targets(model) if targets is None else list(targets),
             use_rslora=settings.rslora,
             task_type="CAUSAL_LM",
         ),
     )
-    assert isinstance(adapted, peft.PeftModel)
-    found = adapted.peft_config["default"]
-    assert isinstance(found, peft.LoraConfig)
-    if isinstance(found.target_modules, set):
-        found.target_modules = sorted(found.target_modules)  # in the saved file, where a set has no order
+    assert isinstance(peft_model, peft.PeftModel)
+    lora_config = peft_model.peft_config["default"]
+    assert isinstance(lora_config, peft.LoraConfig)
+    if isinstance(lora_config.target_modules, set):
+        lora_config.target_modules = sorted(lora_config.target_modules)  # in the saved file, where a set has no order
     if settings.path is not None:
-        _load(adapted, settings.path, settings)
-    return adapted
+        _load(peft_model, settings.path, settings)
+    return peft_model
 
 
 def _load(model: PeftModel, path: str, settings: LoraConfig) -> None:
     """Fill the adapters from a directory or hub id that peft wrote. Raises `ConfigError` if they differ."""
     import peft
 
-    found = _read_config(path, setting="model.lora.path")
-    wanted = {"r": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
+    lora_config = _read_config(path, setting="model.lora.path")
+    values = {"r": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
     overrides = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
     different = [
-        f"model.lora.{overrides[name]}={typed(getattr(found, name))}"
-        for name, value in wanted.items()
-        if getattr(found, name) != value
+        f"model.lora.{overrides[name]}={typed(getattr(lora_config, name))}"
+        for name, value in values.items()
+        if getattr(lora_config, name) != value
     ]
     if different:
         raise ConfigError(f"model.lora.path={path} was made with other settings: set {' '.join(different)}")
-    if found.rank_pattern or found.alpha_pattern:
+    if lora_config.rank_pattern or lora_config.alpha_pattern:
         raise ConfigError(
             f"model.lora.path={path} has ranks or scales of single layers (rank_pattern, alpha_pattern), where a run "
             "trains one rank and one alpha; set it to another adapter, or merge this one into a model"
@@ -133,24 +133,24 @@ def refuse_unfit_adapters(settings: ModelConfig, shapes: PreTrainedConfig) -> No
     import peft
 
     trust = settings.trust_remote_code
-    found = {f"model.adapters.{name}": path for name, path in settings.adapters.items()}
-    if not found and settings.lora.path is None:
+    adapters = {f"model.adapters.{name}": path for name, path in settings.adapters.items()}
+    if not adapters and settings.lora.path is None:
         return
     with whole_models(), torch.device("meta"):
         if settings.lora.path is not None and settings.lora.rank:
             add_adapters(AutoModelForCausalLM.from_config(deepcopy(shapes), trust_remote_code=trust), settings.lora)
-        for setting, path in found.items():
-            wanted = _read_config(path, setting=setting)
+        for setting, path in adapters.items():
+            lora_config = _read_config(path, setting=setting)
             model = AutoModelForCausalLM.from_config(deepcopy(shapes), trust_remote_code=trust)
             try:
-                adapted = peft.get_peft_model(model, wanted)
+                peft_model = peft.get_peft_model(model, lora_config)
             except ValueError as error:
                 raise ConfigError(
                     f"{setting}={path} does not fit model.path={settings.path} ({error}); set it to an adapter of this "
                     "model"
                 ) from error
-            assert isinstance(adapted, peft.PeftModel)
-            read_adapter(path, setting=setting, model=adapted)
+            assert isinstance(peft_model, peft.PeftModel)
+            read_adapter(path, setting=setting, model=peft_model)
 
 
 def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
@@ -158,8 +158,8 @@ def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
     import peft
 
     try:
-        found = peft.PeftConfig.from_pretrained(path)
-        numbers = (found.r, found.lora_alpha) if isinstance(found, peft.LoraConfig) else ()
+        peft_config = peft.PeftConfig.from_pretrained(path)
+        numbers = (peft_config.r, peft_config.lora_alpha) if isinstance(peft_config, peft.LoraConfig) else ()
         if not all(isinstance(number, int | float) for number in numbers):
             raise TypeError("r={!r} and lora_alpha={!r} are not numbers".format(*numbers))
     except Exception as error:  # of many kinds, for values that peft does not expect
@@ -167,17 +167,17 @@ def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
             f"{setting}={path} has no adapter that peft reads ({reason(error)}); set it to a directory with "
             "adapter_config.json and adapter_model.safetensors, such as <run>/model/adapter"
         ) from error
-    if not isinstance(found, peft.LoraConfig):
-        raise ConfigError(f"{setting}={path} is of kind {found.peft_type}, {PLAIN_ONLY}")
-    settings = found.to_dict()
+    if not isinstance(peft_config, peft.LoraConfig):
+        raise ConfigError(f"{setting}={path} is of kind {peft_config.peft_type}, {PLAIN_ONLY}")
+    settings = peft_config.to_dict()
     beyond = [name for name in BEYOND_PLAIN if settings[name]]
-    beyond += ["bias"] if found.bias != "none" else []
-    if isinstance(found.init_lora_weights, str) and found.init_lora_weights not in PLAIN_INITS:
+    beyond += ["bias"] if peft_config.bias != "none" else []
+    if isinstance(peft_config.init_lora_weights, str) and peft_config.init_lora_weights not in PLAIN_INITS:
         beyond.append("init_lora_weights")
     if beyond:
         named = ", ".join(f"{name}={typed(settings[name])}" for name in beyond)
         raise ConfigError(f"{setting}={path} has {named}, {PLAIN_ONLY}")
-    return found
+    return peft_config
 
 
 def adapter_settings(config: Config) -> AdapterSettings | None:
@@ -211,8 +211,8 @@ def adapter_settings(config: Config) -> AdapterSettings | None:
                 f"model.adapters: {name!r} becomes part of file names and arguments; choose one of letters, digits, "
                 "'.', '_' and '-', as in 'model.adapters={last: runs/first/model/adapter}'"
             )
-        found = _read_config(path, setting=f"model.adapters.{name}")
-        ranks[f"model.adapters.{name}={path}: rank"] = max([found.r, *(found.rank_pattern or {}).values()])
+        lora_config = _read_config(path, setting=f"model.adapters.{name}")
+        ranks[f"model.adapters.{name}={path}: rank"] = max([lora_config.r, *(lora_config.rank_pattern or {}).values()])
     for name, rank in ranks.items():
         try:
             buffer_rank(rank)
@@ -310,9 +310,9 @@ def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> 
     """Write the model with merged adapters and the adapter beside it; a collective."""
     from lockstep.rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
 
-    merged = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
+    weights = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
     if distributed.is_main:
-        model.get_base_model().save_pretrained(directory, state_dict=merged)  # type: ignore[operator]
+        model.get_base_model().save_pretrained(directory, state_dict=weights)  # type: ignore[operator]
     save_adapter(model, directory / ADAPTER_DIRECTORY, distributed)
 
 

@@ -289,8 +289,8 @@ def advice(plan: MemoryPlan, config: Config, *, available: int, zero_stage: int)
         ),
         (plan.kv_cache > plan.total // 4, plan.kv_cache // 2, f"rollout.kv_cache_gib={half_cache:g}"),
     ]
-    helpful = sorted(((saved, override) for helps, saved, override in possible if helps), reverse=True)
-    overrides = "; ".join(f"{override} (about -{saved / GIB:.3g} GiB)" for saved, override in helpful[:3])
+    helpful = sorted(((saving, override) for helps, saving, override in possible if helps), reverse=True)
+    overrides = "; ".join(f"{override} (about -{saving / GIB:.3g} GiB)" for saving, override in helpful[:3])
     return (
         f"{plan.total / GIB:.3g} GiB are planned per rank and the device has {available / GIB:.3g}: "
         f"{overrides or 'more or larger devices are needed'}"

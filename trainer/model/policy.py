@@ -131,14 +131,14 @@ class Policy(nn.Module):
         with a support.
         """
         hidden_LD, *routes = self.traced_states(packed) if with_routes else (self.hidden_states(packed),)
-        scored = self.score(
+        outputs = self.score(
             hidden_LD,
             packed,
             temperature=temperature,
             with_entropy=with_entropy,
             candidate_ids_TE=candidate_ids_TE,
         )
-        return (*scored, *routes)
+        return (*outputs, *routes)
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """Return the (L, D) last hidden states of the pack, each row computed as if it were alone."""
@@ -148,8 +148,8 @@ class Policy(nn.Module):
 
     def traced_states(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states, and the (L, layers, k) experts that computed them."""
-        with self.routing.recording() as chosen:
-            return self.hidden_states(packed), chosen()
+        with self.routing.recording() as last_experts:
+            return self.hidden_states(packed), last_experts()
 
     def score(
         self,
@@ -190,14 +190,14 @@ class Policy(nn.Module):
         was_training = self.training
         self.eval()
         expected = torch.log_softmax(self.causal_lm(packed.ids[None], use_cache=False).logits[0, :-1].double(), -1)
-        found, _ = self(packed, with_entropy=False)
+        logprobs, _ = self(packed, with_entropy=False)
         self.train(was_training)
         expected = expected.gather(1, packed.target_ids_T[:, None])[:, 0]
         tolerance = 1e-3 if torch.finfo(weights.dtype).bits >= 32 else 0.1
-        if not torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance):
+        if not torch.allclose(logprobs.double(), expected, rtol=tolerance, atol=tolerance):
             raise ConfigError(
                 f"{type(self.causal_lm).__name__}: log-probabilities from the fused head differ from the model's own "
-                f"forward ({found.tolist()} and {expected.tolist()}). It changes logits in a way that is not "
+                f"forward ({logprobs.tolist()} and {expected.tolist()}). It changes logits in a way that is not "
                 "supported; known are scale (logit_scale, logits_scaling, lm_head_multiplier), softcap "
                 "(final_logit_softcapping) and bias"
             )

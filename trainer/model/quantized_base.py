@@ -30,8 +30,8 @@ METHODS: dict[str, Any] = {
 
 def stored_method(config: PreTrainedConfig) -> str | None:
     """Return the method by which a checkpoint's weights are quantized; None: they are not."""
-    stored = config.to_dict().get("quantization_config")
-    return None if stored is None else str(stored.get("quant_method", "by an unknown method"))
+    quantization = config.to_dict().get("quantization_config")
+    return None if quantization is None else str(quantization.get("quant_method", "by an unknown method"))
 
 
 def method_at(path: str | Path, *, trust_remote_code: bool) -> str | None:
@@ -47,16 +47,16 @@ def refuse_quantized(config: PreTrainedConfig, *, setting: str, has_adapters: bo
     method = stored_method(config)
     if method is None or (method in METHODS and has_adapters):
         return
-    found = f"the weights of this {config.model_type} model are quantized ({method})"
+    cause = f"the weights of this {config.model_type} model are quantized ({method})"
     if setting != "model.path":
-        raise ConfigError(f"{found}, and only those of a policy may be; set {setting} to an unquantized model")
+        raise ConfigError(f"{cause}, and only those of a policy may be; set {setting} to an unquantized model")
     if method in METHODS:
         raise ConfigError(
-            f"{found}, and only adapters on them can be trained (QLoRA); set model.lora.rank=16, or model.path to the "
+            f"{cause}, and only adapters on them can be trained (QLoRA); set model.lora.rank=16, or model.path to the "
             "unquantized model"
         )
     raise ConfigError(
-        f"{found}, and adapters on them (QLoRA) need a method that vLLM loads and transformers dequantizes: "
+        f"{cause}, and adapters on them (QLoRA) need a method that vLLM loads and transformers dequantizes: "
         f"{', '.join(METHODS)}; set model.path to a checkpoint of one of these, or to the unquantized model with "
         "model.dtype=bfloat16 model.lora.rank=16 to save memory"
     )

@@ -171,28 +171,28 @@ def declared_arguments() -> dict[str, Argument]:
     Raises:
         TypeError: two functions declare one name differently.
     """
-    found: dict[str, Argument] = {}
-    for declared in (*POLICY_LOSSES.values(), *ADVANTAGES.values()):
-        for name, argument in declared.arguments.items():
-            known = found.setdefault(name, argument)
-            if known.setting != argument.setting:
+    arguments: dict[str, Argument] = {}
+    for objective in (*POLICY_LOSSES.values(), *ADVANTAGES.values()):
+        for name, argument in objective.arguments.items():
+            first = arguments.setdefault(name, argument)
+            if first.setting != argument.setting:
                 raise TypeError(f"setting algorithm.{name} has two different declarations; share one Setting")
             if argument.may_be_none:
-                found[name] = argument
-    return found
+                arguments[name] = argument
+    return arguments
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, Argument]:
     """Return the keyword-only arguments. Raises TypeError for one that is not annotated with a `Setting`."""
-    found = {}
+    arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
-        kind, *declared = get_args(parameter.annotation) or (None,)
-        if len(declared) != 1 or not isinstance(declared[0], Setting):
+        kind, *metadata = get_args(parameter.annotation) or (None,)
+        if len(metadata) != 1 or not isinstance(metadata[0], Setting):
             raise TypeError(
                 f"{function.__name__}: argument {name} is not Annotated[<type>, Setting(...)], or its module has "
                 "`from __future__ import annotations`, which turns annotations into text"
             )
-        found[name] = Argument(type=kind, setting=declared[0])
-    return found
+        arguments[name] = Argument(type=kind, setting=metadata[0])
+    return arguments

@@ -31,9 +31,9 @@ def expert_load(chosen_XTK: Sequence[Tensor], num_experts: int) -> Tensor:
     """
     counts = []
     for chosen_TK in chosen_XTK:
-        chosen = chosen_TK.flatten()
-        zeros_E = torch.zeros(num_experts, dtype=torch.float64, device=chosen.device)
-        counts.append(zeros_E.scatter_add(0, chosen, torch.ones_like(chosen, dtype=torch.float64)))
+        experts = chosen_TK.flatten()
+        zeros_E = torch.zeros(num_experts, dtype=torch.float64, device=experts.device)
+        counts.append(zeros_E.scatter_add(0, experts, torch.ones_like(experts, dtype=torch.float64)))
     return torch.stack(counts)
 
 

@@ -57,8 +57,8 @@ def token_rewards(
     penalty_T = -kl_coef * kl_T
     last_K = last_token(turns.rollout_K, turns.turn_K, rollout_T, turn_T)
     has_token_K = last_K >= 0
-    earned = turns.reward_K[has_token_K].to(penalty_T.dtype)
-    rewards_T = penalty_T.index_add(0, last_K[has_token_K], earned)
+    turn_rewards = turns.reward_K[has_token_K].to(penalty_T.dtype)
+    rewards_T = penalty_T.index_add(0, last_K[has_token_K], turn_rewards)
     return TokenRewards(rewards_T, penalty_T, rollout_sum(kl_T, rollout_T, num_rollouts))
 
 

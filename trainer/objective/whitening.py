@@ -29,15 +29,15 @@ class Moments(NamedTuple):
 
 def moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     """Return the moments of `x`, of any shape, where `mask` is true (None: everywhere). NaN outside has no effect."""
-    kept = (x if mask is None else x[mask.bool()]).double()
-    count = max(kept.numel(), 1)
-    mean = kept.sum() / count
+    values = (x if mask is None else x[mask.bool()]).double()
+    count = max(values.numel(), 1)
+    mean = values.sum() / count
     # Two passes, because E[x²] − E[x]² cancels for rewards with a large mean.
-    return Moments(mean, (kept - mean).square().sum() / count)
+    return Moments(mean, (values - mean).square().sum() / count)
 
 
 def standardize(x: Tensor, statistics: Moments, *, shift_mean: bool) -> Tensor:
     """Return `x` scaled to variance 1, with mean 0 if `shift_mean`, else its own; in the dtype of `x`."""
     mean, variance = statistics
-    whitened = (x.double() - mean) * (variance + VARIANCE_EPS).rsqrt()
-    return (whitened if shift_mean else whitened + mean).to(x.dtype)
+    z_scores = (x.double() - mean) * (variance + VARIANCE_EPS).rsqrt()
+    return (z_scores if shift_mean else z_scores + mean).to(x.dtype)

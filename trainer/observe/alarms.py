@@ -71,13 +71,13 @@ class AlarmThresholds:
 
 def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:
     """Return one message per alarm, in a fixed order. Absent metrics raise none."""
-    found: list[str] = []
-    watched = (PREFIX + "kl", PREFIX + "ess", PREFIX + "k3_kl", "rollout/token_match_rate")
-    for name in watched:
+    messages: list[str] = []
+    names = (PREFIX + "kl", PREFIX + "ess", PREFIX + "k3_kl", "rollout/token_match_rate")
+    for name in names:
         value = metrics.get(name, 0.0)
         if not math.isfinite(value):
-            found.append(f"{name} is {value}: its logprobs are not finite.")
-    kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in watched)
+            messages.append(f"{name} is {value}: its logprobs are not finite.")
+    kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in names)
     floor = _k3_floor(metrics)
     floor_name, of_floor = "the trainer's own noise", "the difference is more than rounding. Run scripts/diagnose.py."
     if QUANTIZATION_K3 in metrics:
@@ -93,43 +93,43 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
         if lag > 0:
             cause = f"the policy moves far in the {lag:.0f} updates between sampling and training. "
             cause += "Lower rollout.max_staleness or optimizer.lr."
-        found.append(f"|{PREFIX}kl| is {abs(kl):.4g}, above {thresholds.kl:g}: {cause}")
+        messages.append(f"|{PREFIX}kl| is {abs(kl):.4g}, above {thresholds.kl:g}: {cause}")
     if ess < thresholds.ess:
-        found.append(
+        messages.append(
             f"{PREFIX}ess is {ess:.3f}, below {thresholds.ess:g}: few tokens carry most of the correction weight. "
             "Correct per token with tighter bounds: correction=token_truncate correction.high=2."
         )
     # With version lag a difference beyond rounding is expected.
     if not lag > 0 and k3_kl > _k3_limit(metrics, thresholds):
-        found.append(
+        messages.append(
             f"{PREFIX}k3_kl is {k3_kl:.3g}, more than {thresholds.k3_over_noise_floor:g} times {floor_name} of "
             f"{floor:.3g}: {of_floor}"
         )
     if match_rate < thresholds.token_match_rate:
-        found.append(
+        messages.append(
             f"rollout/token_match_rate is {match_rate:.6g}, below {thresholds.token_match_rate:g}: tokens are trained "
             "that the engine did not sample. Run scripts/diagnose.py."
         )
     is_taught = "teacher/kl" in metrics  # a signal without rewards
     if metrics.get("reward/zero_std_fraction") == 1.0 and metrics.get("reward/std") != 0.0 and not is_taught:
-        found.append(
+        messages.append(
             "reward/zero_std_fraction is 1: the rollouts of each prompt have equal rewards, so none is better than "
             f"another. With policy/entropy {metrics.get('policy/entropy', math.nan):.3g} the policy may repeat itself: "
             "read some rollouts with scripts/inspect_run.py, and lower optimizer.lr or set algorithm=adaptive_entropy."
         )
     if metrics.get("reward/std") == 0.0 and not _is_solved(metrics, thresholds):
-        found.append(
+        messages.append(
             f"reward/std is 0: every rollout of this step has the reward {metrics.get('reward/mean', math.nan):g}, so "
             "none is better than another: the task is too hard for the model, or the reward does not recognize right "
             "answers. Read some with scripts/inspect_run.py."
         )
     share = metrics.get(f"{DROPPED}fraction", math.nan)
     if share > thresholds.dropped:
-        found.append(
+        messages.append(
             f"{DROPPED}fraction is {share:.3g}, above {thresholds.dropped:g}: rollouts of this step fail "
             f"({dropped(metrics)}) and are not trained. Read why with scripts/inspect_run.py."
         )
-    return found
+    return messages
 
 
 def disagreement(metrics: Mapping[str, float], thresholds: AlarmThresholds, *, device_type: str = "cpu") -> str | None:

@@ -155,12 +155,12 @@ class RunConsole:
             return
         task = self._tasks["rollouts"]
         progress.reset(task, total=total, description="rollouts", note="", visible=True)
-        count, tokens, started = 0, 0, time.monotonic()
+        count, tokens, start = 0, 0, time.monotonic()
 
         def arrived(rollout: Rollout) -> None:
             nonlocal count, tokens
             count, tokens = count + 1, tokens + rollout.num_sampled
-            rate = tokens / max(time.monotonic() - started, 1e-9)
+            rate = tokens / max(time.monotonic() - start, 1e-9)
             note = f"{tokens:,} tokens, {rate:,.0f} tok/s" if count < total else f"{tokens:,} tokens; training on them"
             # Dynamic sampling may request more than one batch.
             progress.update(task, completed=count, total=max(total, count), note=note)
@@ -198,17 +198,17 @@ class RunConsole:
                 if not (is_given and column.of_rollouts)
                 and (not (column.is_optional or column.is_stage) or column.key in metrics)
             )
-        lost = dropped(metrics)
+        drops = dropped(metrics)
         if self._console.is_terminal:
             self._table_row(update, metrics)
-            if lost:
-                self._console.print(Text(f"  dropped: {lost}", style="yellow"))
+            if drops:
+                self._console.print(Text(f"  dropped: {drops}", style="yellow"))
         else:
             shortest = SHOWN_SHARE * metrics.get("time/step", 0.0)
-            shown = (c for c in self._columns if not c.is_stage or metrics.get(c.key, 0.0) > shortest)
-            named = "  ".join(f"{column.name} {column.cell(metrics)}" for column in shown)
-            lost = f"  dropped {lost}" if lost else ""
-            self.say(f"update {update}/{self._total_updates}  {named}{lost}  {self._remaining}".rstrip())
+            columns = (c for c in self._columns if not c.is_stage or metrics.get(c.key, 0.0) > shortest)
+            named = "  ".join(f"{column.name} {column.cell(metrics)}" for column in columns)
+            drops = f"  dropped {drops}" if drops else ""
+            self.say(f"update {update}/{self._total_updates}  {named}{drops}  {self._remaining}".rstrip())
         self._rows += 1
 
     def _table_row(self, update: int, metrics: Mapping[str, float]) -> None:
@@ -229,10 +229,10 @@ class RunConsole:
             line = Text.assemble(("over", "green"), f"  {safe_text(name)} is back to normal")
             self._console.print(line, soft_wrap=True)
         for name, sentence in now.items():
-            lasted = self._alarms.get(name, 0)
-            self._alarms[name] = lasted + 1
-            if lasted % ALARM_AGAIN_EVERY == 0:
-                since = f" (for {lasted + 1} steps)" if lasted else ""
+            num_steps = self._alarms.get(name, 0)
+            self._alarms[name] = num_steps + 1
+            if num_steps % ALARM_AGAIN_EVERY == 0:
+                since = f" (for {num_steps + 1} steps)" if num_steps else ""
                 label = ("note", "green") if sentence in notes else ("alarm", "bold red")
                 line = Text.assemble(label, " ", safe_text(sentence), (since, "dim"))
                 self._console.print(line, soft_wrap=True)
@@ -273,7 +273,7 @@ class Pace:
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
     """Return the columns that fit into `width` characters, in order; drop those of the highest rank first."""
-    kept = list(columns)
-    while kept and sum(column.width + 1 for column in kept) > width:
-        kept.remove(max(reversed(kept), key=lambda column: column.rank))
-    return kept
+    kept_columns = list(columns)
+    while kept_columns and sum(column.width + 1 for column in kept_columns) > width:
+        kept_columns.remove(max(reversed(kept_columns), key=lambda column: column.rank))
+    return kept_columns

@@ -25,7 +25,7 @@ def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: 
     if not num_trained:
         return [f"first step: {batch.num_rollouts} rollouts, no trained tokens"]
     samp_N = batch.sampling_logprobs_N
-    forced = int((samp_N >= FORCED_LOGPROB).sum())
+    num_forced = int((samp_N >= FORCED_LOGPROB).sum())
     lengths = [len(row) for row in batch.rows]
     metrics = mismatch_metrics(logp_train_N, samp_N, batch.rollout_N, batch.num_rollouts)
     lines = [
@@ -33,8 +33,8 @@ def first_step_summary(batch: StepBatch, logp_train_N: torch.Tensor, tokenizer: 
         f"tokens, {num_tokens} in all",
         f"  loss mask   {num_trained} sampled tokens are trained ({num_trained / num_tokens:.1%}), "
         f"{num_tokens - num_trained} are context",
-        f"  forced      {forced} of them have a sampling logprob of at least {FORCED_LOGPROB} "
-        f"({forced / num_trained:.1%}); they were almost certain, and are trained like the others",
+        f"  forced      {num_forced} of them have a sampling logprob of at least {FORCED_LOGPROB} "
+        f"({num_forced / num_trained:.1%}); they were almost certain, and are trained like the others",
         f"  logp_samp   {_spread(samp_N)}",
         f"  logp_train  {_spread(logp_train_N)}",
         f"  kl_v1       {metrics[PREFIX + 'kl_v1']:+.2e}, without forced tokens {_unforced(metrics, 'kl_v1')}",
@@ -50,11 +50,11 @@ def first_demonstrations(batch: StepBatch, tokenizer: PreTrainedTokenizerBase) -
     num_tokens, num_trained = sum(map(len, batch.rows)), batch.layout.num_tokens
     row = batch.rows[0]
     texts = TokenTexts(tokenizer)
-    trained = "".join(texts[token] for token in row.ids[row.loss_mask].tolist())
+    trained_text = "".join(texts[token] for token in row.ids[row.loss_mask].tolist())
     return [
         f"first step: {batch.num_rollouts} demonstrations, {len(batch.rows)} rows, {num_tokens} tokens in all",
         f"  loss mask   {num_trained} tokens of assistant turns are trained ({num_trained / max(num_tokens, 1):.1%})",
-        f"  row 0       {len(row)} tokens, of which are trained: {terminal_safe(trained):.400}",
+        f"  row 0       {len(row)} tokens, of which are trained: {terminal_safe(trained_text):.400}",
     ]
 
 

@@ -79,10 +79,10 @@ class MetricsLog:
         """Write one step; the file has the time, too. Non-finite numbers become null, because JSON has none."""
         if self._errors:
             metrics = {**metrics, "health/logger_errors": float(self._errors)}
-        started = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        run_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started
-        timed = {**metrics, "time/run": run_s, "time/unix": time.time()}
-        line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(timed.items())}}
+        start_s = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        run_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
+        values = {**metrics, "time/run": run_s, "time/unix": time.time()}
+        line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(values.items())}}
         with self.tolerating(str(self._path)), self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         for label, tracker in self._trackers.items():
@@ -97,31 +97,31 @@ class MetricsLog:
         with self.tolerating("making tables, pages and histograms"):
             media = make()
         for label, tracker in self._trackers.items():
-            if shown := {name: medium for name, medium in media.items() if isinstance(medium, tracker.shows)}:
+            if own_media := {name: medium for name, medium in media.items() if isinstance(medium, tracker.shows)}:
                 with self.tolerating(label):
-                    tracker.log(step, shown)
+                    tracker.log(step, own_media)
 
     def truncate_after(self, *, update: int, batch: int) -> None:
         """Drop the lines after a resumed batch. A batch that trained nothing has the update of the one before it, so
         lines are compared by batch, and by update only if an older version wrote them without it."""
         if not self._path.exists():
             return
-        kept = []
+        lines = []
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 values = json.loads(line)
                 if values[BATCH] <= batch if BATCH in values else values["step"] <= update:
-                    kept.append(line)
+                    lines.append(line)
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # torn by a kill or a full disk; a damaged log must not stop a resume
-        write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
+        write_whole(self._path, "".join(f"{line}\n" for line in lines).encode())
 
     def close(self) -> None:
         """Close the trackers, with the run as failed if an exception is propagating."""
-        failed = sys.exc_info()[0] is not None
+        has_failed = sys.exc_info()[0] is not None
         for label, tracker in self._trackers.items():
             with self.tolerating(label):
-                tracker.finish(failed=failed)
+                tracker.finish(failed=has_failed)
 
     @contextmanager
     def tolerating(self, what: str) -> Iterator[None]:
@@ -151,15 +151,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; name a run directory, for example runs/latest")
     lines: list[dict[str, Any]] = []
-    damaged: DataError | None = None
+    damage: DataError | None = None
     try:
         for number, text in enumerate(plain_lines(path), start=1):
-            if damaged is not None:
-                raise damaged
+            if damage is not None:
+                raise damage
             try:
                 lines.append(_line(json.loads(text)))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                damaged = DataError(
+                damage = DataError(
                     f"{path}:{number} is not a line of metrics: {error}; delete that line to see the others"
                 )
     except OSError as error:

@@ -67,5 +67,5 @@ class ProgressLines:
         while not self._ended.wait(EVERY_S):
             stage = f"{self._stage} for " if self._stage else ""
             total = max(self._total, self._count)  # dynamic sampling may request more than one batch
-            arrived = f"{self._count:,} of {total:,} {self._unit}, {self._tokens:,} tokens sampled"
-            say(f"... {self._work}: {stage}{time.monotonic() - self._since:.0f} s; {arrived}")
+            counts = f"{self._count:,} of {total:,} {self._unit}, {self._tokens:,} tokens sampled"
+            say(f"... {self._work}: {stage}{time.monotonic() - self._since:.0f} s; {counts}")

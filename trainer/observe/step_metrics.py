@@ -110,27 +110,27 @@ def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
 
 def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return metrics over all rollouts with a reward, including groups that dynamic sampling drops."""
-    scored = [rollout for rollout in rollouts if rollout.is_trainable]
-    if not scored:
+    scored_rollouts = [rollout for rollout in rollouts if rollout.is_trainable]
+    if not scored_rollouts:
         return {}
-    rewards = np.array([rollout.reward for rollout in scored])
+    rewards = np.array([rollout.reward for rollout in scored_rollouts])
     metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-    if OVERLONG in scored[0].rewards:
-        metrics[f"reward/{OVERLONG}/mean"] = float(np.mean([rollout.rewards[OVERLONG] for rollout in scored]))
+    if OVERLONG in scored_rollouts[0].rewards:
+        metrics[f"reward/{OVERLONG}/mean"] = float(np.mean([rollout.rewards[OVERLONG] for rollout in scored_rollouts]))
     return metrics
 
 
 def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    sampled = np.array([rollout.num_sampled for rollout in rollouts])
+    token_counts = np.array([rollout.num_sampled for rollout in rollouts])
     metrics = {
-        "rollout/sampled_tokens": float(sampled.sum()),
-        "rollout/sampled_tokens_mean": float(sampled.mean()),
-        "rollout/sampled_tokens_max": float(sampled.max()),
+        "rollout/sampled_tokens": float(token_counts.sum()),
+        "rollout/sampled_tokens_mean": float(token_counts.mean()),
+        "rollout/sampled_tokens_max": float(token_counts.max()),
         "rollout/duration_s_max": max(rollout.duration_s for rollout in rollouts),
     }
-    dropped = Counter(rollout.dropped_by for rollout in rollouts)
-    metrics |= {f"rollout/dropped_{cause}": float(dropped[cause]) for cause in Cause}
-    metrics["rollout/dropped_fraction"] = 1 - dropped[None] / len(rollouts)
+    drop_counts = Counter(rollout.dropped_by for rollout in rollouts)
+    metrics |= {f"rollout/dropped_{cause}": float(drop_counts[cause]) for cause in Cause}
+    metrics["rollout/dropped_fraction"] = 1 - drop_counts[None] / len(rollouts)
     for status in RolloutStatus:
         metrics[f"rollout/{status}_fraction"] = sum(r.status is status for r in rollouts) / len(rollouts)
     return metrics
@@ -141,8 +141,8 @@ def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, fl
     rows: dict[int, list[TrainingRow]] = {}
     for row in batch.rows:
         rows.setdefault(row.rollout_id, []).append(row)
-    delivered = (rollout for rollout in rollouts if rollout.is_trainable)
-    counts = (count_tokens(rollout.calls, rows.get(rollout.rollout_id, [])) for rollout in delivered)
+    delivered_rollouts = (rollout for rollout in rollouts if rollout.is_trainable)
+    counts = (count_tokens(rollout.calls, rows.get(rollout.rollout_id, [])) for rollout in delivered_rollouts)
     return sum(counts, TokenCounts()).metrics()
 
 
@@ -154,11 +154,11 @@ def outcome_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     names = sorted({name for r in rollouts for name, value in r.outcome.items() if isinstance(value, (int, float))})
     metrics = {}
     for name in names:
-        reported = [r.outcome.get(name, 0) for r in rollouts]
-        numbers = [value for value in reported if isinstance(value, (int, float))]
+        values = [r.outcome.get(name, 0) for r in rollouts]
+        numbers = [value for value in values if isinstance(value, (int, float))]
         metrics[f"environment/{name}"] = float(np.mean(numbers, dtype=np.float64))
-        if len(numbers) < len(reported):
-            metrics[f"environment/{name}/not_numbers"] = float(len(reported) - len(numbers))
+        if len(numbers) < len(values):
+            metrics[f"environment/{name}/not_numbers"] = float(len(values) - len(numbers))
     return metrics
 
 
@@ -169,11 +169,11 @@ def throughput(metrics: Mapping[str, float], num_tokens: int) -> dict[str, float
     """
     trained_s = metrics["time/score"] + metrics["time/update"]
     rates = {"perf/trained_tokens_per_s": num_tokens / trained_s}
-    if sampled := metrics.get("rollout/sampled_tokens"):
+    if sampled_tokens := metrics.get("rollout/sampled_tokens"):
         rates |= {
-            "perf/tokens_per_s": sampled / metrics["time/step"],
+            "perf/tokens_per_s": sampled_tokens / metrics["time/step"],
             # With rollouts in flight (`rollout.max_staleness`) sampling goes on during the whole step.
-            "perf/generated_tokens_per_s": sampled / metrics.get("time/rollout", metrics["time/step"]),
+            "perf/generated_tokens_per_s": sampled_tokens / metrics.get("time/rollout", metrics["time/step"]),
             "perf/idle_frac": sum(metrics.get(f"time/{stage}", 0.0) for stage in IDLE_STAGES) / metrics["time/step"],
         }
     return rates

@@ -68,15 +68,15 @@ def headline(rollout: Rollout) -> Text:
 
 def message_text(message: Message) -> Text:
     """Render text, tool calls, and errors of unparsable calls."""
-    said = Text(style=ROLE_STYLE.get(str(message["role"]), ""))
-    said.append(shortened(terminal_safe(content_text(message))))
+    text = Text(style=ROLE_STYLE.get(str(message["role"]), ""))
+    text.append(shortened(terminal_safe(content_text(message))))
     for call in tool_calls(message):
-        said.append(" " if said.plain else "")
-        said.append(f"→ {shortened(terminal_safe(call))}", style="blue")
+        text.append(" " if text.plain else "")
+        text.append(f"→ {shortened(terminal_safe(call))}", style="blue")
     for error in message.get("tool_call_errors") or ():
-        said.append(" " if said.plain else "")
-        said.append(f"✗ {terminal_safe(str(error))}", style="red")
-    return said
+        text.append(" " if text.plain else "")
+        text.append(f"✗ {terminal_safe(str(error))}", style="red")
+    return text
 
 
 def _role(message: Message) -> str:

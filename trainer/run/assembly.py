@@ -151,14 +151,14 @@ class _Assembly:
         engines = self._engines()
         teacher = self._teacher(engines)
         module, shape, updater = self._trained(demonstrations, teacher)
-        sync = averaged = recovery = collection = evaluate = None
+        sync = average = recovery = collection = evaluate = None
         if heldout_demonstrations is not None:
             evaluate = self._demonstrations_evaluation(heldout_demonstrations, module)
         if prompts is not None:
             collection = self._collection(engines, chat, prompts)
             sleep_level = config.rollout.sleep_level if engines.colocated else 0
             sync = make_sync(config, distributed, updater, engines=engines.synced, sleep_level=sleep_level)
-            averaged = self._average(updater, teacher)
+            average = self._average(updater, teacher)
             recovery = Recovery(
                 engines=engines,
                 distributed=distributed,
@@ -178,7 +178,7 @@ class _Assembly:
             rollouts=collection.rollouts if collection else None,
             reference=make_reference(config, distributed, module) if config.has_rollouts else None,
             teacher=teacher if config.plan.teaches_rollouts else None,
-            averaged=averaged,
+            averaged=average,
             sync=sync,
             recovery=recovery,
             is_quantized=sync is not None and sync.quantization is not None,
@@ -195,7 +195,7 @@ class _Assembly:
             trainer=trainer,
             evaluate=evaluate,
             teacher=teacher,
-            averaged=averaged,
+            averaged=average,
             close_collection=collection.close if collection else lambda: None,
         )
 
@@ -354,13 +354,13 @@ class _Assembly:
         module = with_critic(policy, config)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         with self._libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer
-            prepared = distributed.prepare(module, optimizer)
+            prepared_module = distributed.prepare(module, optimizer)
         shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
         show_memory_plan(shape, config, distributed, console)
         show_scale(shape, config, console)
         if demonstrations is not None:
             demonstrations.take_teacher(teacher)
-        updater = Updater(prepared, distributed, config, given=[demonstrations] if demonstrations else [])
+        updater = Updater(prepared_module, distributed, config, given=[demonstrations] if demonstrations else [])
         updater.scorer.budget.warn = console.warn
         dtype = getattr(torch, config.model.dtype)
         row = checked_row(policy, config, distributed)
@@ -370,7 +370,7 @@ class _Assembly:
                 f"the checks at the start and after syncs score rows of {row.tokens} tokens, and rows of this run "
                 f"can pass {names} of the model's config: what it computes beyond is not checked"
             )
-        passed = ["the head", "rows of a pack apart from each other"]
+        passed_checks = ["the head", "rows of a pack apart from each other"]
         updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.plan.has_critic)
         if not marked_layers(policy):
             console.warn(
@@ -379,10 +379,10 @@ class _Assembly:
             )
         elif not policy.is_quantized:
             updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
-            passed.append("each layer against its computation in float32")
-        if (sentence := unproven(policy.causal_lm.config, passed, has_sync=config.has_rollouts)) is not None:
+            passed_checks.append("each layer against its computation in float32")
+        if (sentence := unproven(policy.causal_lm.config, passed_checks, has_sync=config.has_rollouts)) is not None:
             console.warn(sentence)
-        return prepared, shape, updater
+        return prepared_module, shape, updater
 
 
 CANARY_SHARE = {"cpu": 1.0, "cuda": 0.01}
@@ -446,11 +446,11 @@ def choose(config: Config, distributed: Distributed, console: RunConsole) -> Con
         return with_chosen(config, shape, distributed.sharding, available=memory, say=console.say)
 
     with distributed.whole_models():
-        made = distributed.together(choose_on_this_rank)
+        resolved_config = distributed.together(choose_on_this_rank)
     # Devices may differ; packs and the collectives of a repeated layer may not.
-    made.token_budget = distributed.broadcast(made.token_budget)
-    made.model.gradient_checkpointing = distributed.broadcast(made.model.gradient_checkpointing)
-    return made
+    resolved_config.token_budget = distributed.broadcast(resolved_config.token_budget)
+    resolved_config.model.gradient_checkpointing = distributed.broadcast(resolved_config.model.gradient_checkpointing)
+    return resolved_config
 
 
 def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed, console: RunConsole) -> str | None:

@@ -80,14 +80,14 @@ class ThirdPartyLog:
     @contextmanager
     def held_output(self) -> Iterator[None]:
         """Hold the output of the block until `open`. Print it if the block fails."""
-        with tempfile.NamedTemporaryFile(prefix="lockstep-output-") as held:
+        with tempfile.NamedTemporaryFile(prefix="lockstep-output-") as output_file:
             try:
-                with redirect_output(Path(held.name)):
+                with redirect_output(Path(output_file.name)):
                     yield
             except BaseException:
-                print(_text(Path(held.name)), file=sys.stderr, end="")
+                print(_text(Path(output_file.name)), file=sys.stderr, end="")
                 raise
-            self._output += _text(Path(held.name))
+            self._output += _text(Path(output_file.name))
 
     @contextmanager
     def output_to_file(self) -> Iterator[None]:

@@ -46,13 +46,13 @@ def next_steps(
     goal = config.updates if update < config.updates else 2 * config.updates
     # The command line of a resumed run does not repeat its settings.
     own = redact_words(words) if config.resume == "never" else changed_words(config)
-    evaluated = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
+    evaluation_words = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
     by_turn = ["algorithm.turn_rewards=true"] if config.algorithm.turn_rewards else []
-    trained = [f"model.path={shown_model}", *by_turn]
+    model_words = [f"model.path={shown_model}", *by_turn]
     if adapter is not None:
         base = [word for word in own if word.startswith("model.path=")]
-        trained = [*base, *by_turn, f"model.adapters={{trained: {short_path(adapter)}}}"]
-    evaluate = f"{program('python')} {script('evaluate')} {shlex.join([*trained, *evaluated])}"
+        model_words = [*base, *by_turn, f"model.adapters={{trained: {short_path(adapter)}}}"]
+    evaluate = f"{program('python')} {script('evaluate')} {shlex.join([*model_words, *evaluation_words])}"
     inspect = f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}"
     lines = {
         **({"model": shown_model} if adapter is None else {"adapter": short_path(adapter)}),
@@ -76,8 +76,8 @@ def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: s
 
 def changed_words(config: Config) -> list[str]:
     """Return a word for each setting that is not the default, without secrets."""
-    changed = [one for one in settings(plain(config)) if one.is_changed]
-    return [f"{'.'.join(one.path)}={override_value(one.value)}" for one in changed]
+    changed_settings = [one for one in settings(plain(config)) if one.is_changed]
+    return [f"{'.'.join(one.path)}={override_value(one.value)}" for one in changed_settings]
 
 
 def script(name: str) -> str:

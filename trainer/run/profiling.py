@@ -53,15 +53,15 @@ class StepProfiler:
 
     def close(self) -> None:
         """Write an open trace. A run that ends early leaves the steps traced so far."""
-        traced, self._profile = self._profile, None
-        if traced is None:
+        profiler, self._profile = self._profile, None
+        if profiler is None:
             return
-        traced.stop()
+        profiler.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
         trace = self._directory / f"rank-{self._rank}.json.gz"
-        traced.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(trace))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        averages = traced.key_averages()
+        averages = profiler.key_averages()
         table = averages.table(sort_by=order, row_limit=TABLE_ROWS, max_name_column_width=60)
         (self._directory / f"rank-{self._rank}.txt").write_text(table + "\n")
         self._say("\n".join([f"profile        {trace}", *_top(averages)]))

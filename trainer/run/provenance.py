@@ -41,18 +41,18 @@ def provenance() -> dict[str, Any]:
 def with_hashes(config: Config, distributed: Distributed) -> Config:
     """Return the settings with the SHA-256 of a user's loss and advantage, so that checkpoints and replays know it; a
     collective. Raises `ConfigError` on all ranks if a rank has another file."""
-    found = hashes(config.algorithm)
-    expected = distributed.broadcast(found)
+    own_hashes = hashes(config.algorithm)
+    expected = distributed.broadcast(own_hashes)
 
     def compare() -> None:
-        if found != expected:
+        if own_hashes != expected:
             files = " or ".join(code_of_objective(config.algorithm))
             raise ConfigError(
                 f"rank {distributed.rank} has another file than rank 0 of {files}; copy the same files to every machine"
             )
 
     distributed.together(compare)
-    return replace(config, algorithm=replace(config.algorithm, **found))
+    return replace(config, algorithm=replace(config.algorithm, **own_hashes))
 
 
 def code_version(root: Path) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def code_version(root: Path) -> dict[str, Any]:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return result.stdout.strip()

@@ -68,9 +68,9 @@ class Reporter:
                 self._explained.add(rollout.dropped_by)
                 self._console.warn(f"rollouts are dropped ({rollout.dropped_by}), this one because: {rollout.error}")
         # A step that trained nothing has the update number of the one before it.
-        untrained = f"-untrained-{self._parts.trainer.num_steps}" if report.update == before else ""
+        suffix = f"-untrained-{self._parts.trainer.num_steps}" if report.update == before else ""
         if self._config.has_rollouts:
-            name = f"rollouts/step-{report.update:06d}{untrained}.jsonl"
+            name = f"rollouts/step-{report.update:06d}{suffix}.jsonl"
             self._save_rollouts(name, report.rollouts)
             batch, path = report.batch, self._directory.path / name
             if batch.teacher is not None and self._config.logger.save_rollouts:
@@ -144,19 +144,19 @@ class Reporter:
         rows = [*report.batch.rows] or [row for batch in report.given.values() for row in batch.rows]
         if not (peak_tflops and seconds and rows) or shape.experts:
             return {}
-        computed = 1 - report.metrics.get("perf/shared_tokens_frac", 0.0)
+        computed_share = 1 - report.metrics.get("perf/shared_tokens_frac", 0.0)
         flops = update_flops(shape, [len(row) for row in rows])
-        flops *= computed * self._config.algorithm.epochs
+        flops *= computed_share * self._config.algorithm.epochs
         return {"perf/mfu": flops / (seconds * peak_tflops * 1e12 * self._parts.distributed.world_size)}
 
     def _memory(self) -> dict[str, float]:
         """Return the memory of this process, and the most that this step allocated on the device [GiB]."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        found = {"perf/process_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB}
+        metrics = {"perf/process_gib": pages * os.sysconf("SC_PAGE_SIZE") / GIB}
         if (device := self._parts.distributed.device).type == "cuda":
-            found["perf/device_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+            metrics["perf/device_gib"] = torch.cuda.max_memory_allocated(device) / GIB
             torch.cuda.reset_peak_memory_stats(device)
-        return found
+        return metrics
 
     def _dump(
         self,
@@ -166,8 +166,8 @@ class Reporter:
         given: Mapping[str, StepBatch],
     ) -> None:
         """Keep the batch of an optimizer step that the guard objected to. A full disk does not end the run."""
-        done = "skipped" if attempt.number else "made"
-        self._console.warn(f"update {attempt.update} {done}: {attempt.reason}")
+        outcome = "skipped" if attempt.number else "made"
+        self._console.warn(f"update {attempt.update} {outcome}: {attempt.reason}")
         with self.log.tolerating("dumping a batch"):
             path = write_dump(self._directory.dumps, attempt, batch, targets, given)
             self._console.warn(

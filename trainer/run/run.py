@@ -50,12 +50,12 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
         distributed.together(lambda: refuse_unfit_models(config, console.say))
         config = with_hashes(choose(config, distributed, console), distributed)
-        start, skipped = select(config.resume, Path(config.run_root) / str(config.run_name), distributed)
+        start, messages = select(config.resume, Path(config.run_root) / str(config.run_name), distributed)
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
             console.say(f"run directory  {directory.path}\n{describe_task(config, sys.argv[1:])}")
-            for sentence in skipped:
+            for sentence in messages:
                 console.warn(sentence)
             if config.resume == "auto" and start is None:
                 console.say(f"resume=auto: no checkpoint in {directory.checkpoints}, so the run begins at update 0")
@@ -111,9 +111,9 @@ class Life:
     def begin(self, parts: Parts, start: Path | None) -> None:
         """Restore the checkpoint to start from, and open the logs; from here on signals wait for an update."""
         self._interrupt = Interrupt()
-        resumed = None if start is None else restore_state(start, parts, self._directory, self._console)
+        resumption = None if start is None else restore_state(start, parts, self._directory, self._console)
         if self._distributed.is_main:
-            metrics = open_metrics(parts, self._directory, self._console, resumed)
+            metrics = open_metrics(parts, self._directory, self._console, resumption)
             self._reporter = Reporter(parts, self._directory, self._console, metrics)
 
     def train(self, parts: Parts, on_step: Callable[[StepReport], None]) -> None:
@@ -198,7 +198,7 @@ class Life:
         if (evaluate := parts.evaluate) is None:
             return {}
         self._heartbeat.beat("evaluation", update=update)
-        started = time.perf_counter()
+        start = time.perf_counter()
         evaluation, failure = None, None
         try:
             evaluation = evaluate(self._console)
@@ -206,24 +206,24 @@ class Life:
             if isinstance(error, RankLostError) or not self._distributed.meets(b"evaluation"):
                 raise
             failure = error
-        found: Mapping[str, float] = {}
+        metrics: Mapping[str, float] = {}
         if self._reporter is not None:
             with self._reporter.log.tolerating("an evaluation"):
                 if failure is not None:
                     raise failure
                 if evaluation is not None:
-                    found = {**evaluation.metrics, "time/eval": time.perf_counter() - started}
+                    metrics = {**evaluation.metrics, "time/eval": time.perf_counter() - start}
                     self._reporter.evaluation(evaluation, update)
-        return found
+        return metrics
 
     def _state(self, parts: Parts) -> TrainerState:
         return state_of(parts, wandb_id=self._reporter.log.wandb_id if self._reporter else None)
 
     def _save(self, parts: Parts, state: TrainerState) -> None:
         self._heartbeat.beat("checkpoint", update=state.update)
-        started = time.perf_counter()
+        start = time.perf_counter()
         save_state(parts, self._directory, state)
-        self._checkpoint_s, self._saved_at = time.perf_counter() - started, state.update
+        self._checkpoint_s, self._saved_at = time.perf_counter() - start, state.update
 
     def _rescue(self, parts: Parts, whole: TrainerState, error: Exception) -> str:
         """Save the last completed update after an error, and return how to go on; a collective, if all ranks failed.
@@ -243,22 +243,22 @@ class Life:
                     self._save(parts, whole)
                 except Exception as failure:
                     problem = f"of an error: {failure}"
-        saved = f"update {self._saved_at} is saved" if self._saved_at > 0 else "no update is saved"
-        saved += f" (update {whole.update} is not, because {problem})" if problem else ""
+        status = f"update {self._saved_at} is saved" if self._saved_at > 0 else "no update is saved"
+        status += f" (update {whole.update} is not, because {problem})" if problem else ""
         command = resume_command(
             sys.argv[1:],
             run=self._directory.path,
             updates=self._config.updates,
             launcher=launcher_of(self._distributed),
         )
-        return f"{saved}; to go on: {command}"
+        return f"{status}; to go on: {command}"
 
     def _must_stop(self) -> bool:
         """Return True if any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""
         stops = self._interrupt.requested or self._wall_time.is_over
-        asked = self._distributed.sum(torch.tensor([float(stops), float(self._interrupt.terminated)])).tolist()
-        self.is_terminated = asked[1] > 0
-        return asked[0] > 0
+        votes = self._distributed.sum(torch.tensor([float(stops), float(self._interrupt.terminated)])).tolist()
+        self.is_terminated = votes[1] > 0
+        return votes[0] > 0
 
 
 def _batch(config: Config) -> str:

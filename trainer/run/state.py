@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 def restore_state(path: Path, parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed:
     """Load a checkpoint; a collective."""
-    resumed = restore(path, parts.config, plain(parts.config), directory.checkpoints, parts.distributed)
-    state, guard = resumed.state, parts.updater.guard
+    resumption = restore(path, parts.config, plain(parts.config), directory.checkpoints, parts.distributed)
+    state, guard = resumption.state, parts.updater.guard
     parts.trainer.num_steps = state.step
     parts.updater.num_updates = state.update
-    parts.trainer.kl_coef = resumed.kl_coef
-    parts.updater.entropy = EntropyControl(coef=resumed.entropy_coef, entropy=state.entropy)
+    parts.trainer.kl_coef = resumption.kl_coef
+    parts.updater.entropy = EntropyControl(coef=resumption.entropy_coef, entropy=state.entropy)
     parts.trainer.noise_floor = state.noise_floor
     other_data = None
     if parts.prompts is not None:
@@ -49,14 +49,14 @@ def restore_state(path: Path, parts: Parts, directory: RunDirectory, console: Ru
         other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
     if parts.demonstrations is not None:
         parts.demonstrations.cursor = state.demonstrations_cursor
-    if parts.averaged is not None and not _load_average(parts.averaged.average, resumed.path, parts.distributed):
-        console.warn(f"{resumed.path} has no average of the policy: the teacher begins at the policy that it holds")
+    if parts.averaged is not None and not _load_average(parts.averaged.average, resumption.path, parts.distributed):
+        console.warn(f"{resumption.path} has no average of the policy: the teacher begins at the policy that it holds")
     guard.norms.extend(state.grad_norms)
     guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
-    console.say(f"{'forked' if resumed.is_fork else 'resumed'} from {resumed.path} at update {state.update}")
-    for sentence in (*resumed.warnings, *filter(None, [other_data])):
+    console.say(f"{'forked' if resumption.is_fork else 'resumed'} from {resumption.path} at update {state.update}")
+    for sentence in (*resumption.warnings, *filter(None, [other_data])):
         console.warn(sentence)
-    return resumed
+    return resumption
 
 
 def _load_average(average: WeightAverage, path: Path, distributed: Distributed) -> bool:
@@ -139,8 +139,8 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
     else:
         prefix = "policy.model." if config.plan.has_critic else "model."
         distributed.save_pretrained(directory.model, prefix=prefix)
-    trained = distributed.unwrapped
-    has_saved_critic = isinstance(trained, ActorCritic) and save_critic(trained, directory.critic, distributed)
+    module = distributed.unwrapped
+    has_saved_critic = isinstance(module, ActorCritic) and save_critic(module, directory.critic, distributed)
     if not distributed.is_main:
         return
     parts.chat.tokenizer.save_pretrained(directory.model)

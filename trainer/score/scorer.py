@@ -86,8 +86,8 @@ class Scorer:
 
     def score(self, batch: StepBatch, rows: Sequence[int] | None = None, *, token_budget: int | None = None) -> Tensor:
         """Return (N,) float32 logprobs of trained tokens, 0 outside of `rows` (default: all); a collective."""
-        chosen = range(len(batch.rows)) if rows is None else rows
-        return self._run(batch, chosen, token_budget)[0][0]
+        indices = range(len(batch.rows)) if rows is None else rows
+        return self._run(batch, indices, token_budget)[0][0]
 
     def score_with(
         self, batch: StepBatch, *, values: bool = False, routes: bool = False
@@ -96,8 +96,8 @@ class Scorer:
 
         values: of a module with a critic; otherwise None. routes: of a mixture of experts; otherwise the same batch.
         """
-        outputs_N, routed = self._run(batch, range(len(batch.rows)), with_values=values, with_routes=routes)
-        return outputs_N[0], outputs_N[1] if values else None, batch if routed is None else batch.with_routes(routed)
+        outputs_N, experts = self._run(batch, range(len(batch.rows)), with_values=values, with_routes=routes)
+        return outputs_N[0], outputs_N[1] if values else None, batch if experts is None else batch.with_routes(experts)
 
     def score_with_entropy(self, batch: StepBatch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return (N,) float32 logprobs and entropies [nats] of trained tokens, 0 outside of `rows`; a collective."""
@@ -135,8 +135,8 @@ class Scorer:
         with torch.no_grad():
             outputs_N, routes = self.budget.attempt(all_packs, lengths, at_most=token_budget)
         # Each token was scored on one rank, the others hold 0. Bytes of wider integers add up just as well.
-        summed = None if routes is None else self._distributed.sum(routes.view(torch.uint8)).view(routes.dtype).numpy()
-        return self._distributed.sum(outputs_N), summed
+        experts = None if routes is None else self._distributed.sum(routes.view(torch.uint8)).view(routes.dtype).numpy()
+        return self._distributed.sum(outputs_N), experts
 
     def _of_rows(self, batch: StepBatch, packs: Sequence[Sequence[int]], routes: Sequence[Tensor]) -> Tensor:
         """Return the (row tokens, layers, k) experts of all rows, 0 for those of other ranks.
@@ -159,8 +159,8 @@ class Scorer:
         self, packed: PackedBatch, *, with_values: bool = False, with_routes: bool = False, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return (1, T) logprobs, with values and entropies below them, and the experts of all tokens, if asked for."""
-        asked = {"with_values": with_values, "with_routes": with_routes, "with_entropy": with_entropy}
-        arguments = {name: True for name, is_set in asked.items() if is_set}
+        flags = {"with_values": with_values, "with_routes": with_routes, "with_entropy": with_entropy}
+        arguments = {name: True for name, is_set in flags.items() if is_set}
         logp_T, entropy_T, *others = self.forward(packed, **arguments)
         routes = others.pop() if with_routes else None
         outputs = (logp_T, *others, *([entropy_T] if with_entropy else []))
@@ -202,8 +202,8 @@ class Scorer:
 
         def all_packs(token_budget: int) -> Tensor:
             packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
-            measured = [self.budget.agreed(partial(measure, self.packed(batch, pack))) for pack in packs]
-            return torch.stack(measured).sum(0)
+            parts = [self.budget.agreed(partial(measure, self.packed(batch, pack))) for pack in packs]
+            return torch.stack(parts).sum(0)
 
         with torch.no_grad():
             measured = self.budget.attempt(all_packs, [len(batch.rows[row]) for row in rows])

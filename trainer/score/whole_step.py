@@ -68,21 +68,21 @@ class ConfiguredLoss:
             logp_N = scorer.score(batch, rows)
         of_step = torch.zeros(batch.num_rollouts, dtype=torch.bool)
         of_step[torch.from_numpy(batch.layout.rollout_index)[torch.tensor(rows, dtype=torch.long)]] = True
-        kept = (targets.keep_N & of_step[batch.rollout_N]).nonzero().squeeze(1)
+        indices = (targets.keep_N & of_step[batch.rollout_N]).nonzero().squeeze(1)
         old_N = logp_N if targets.old.logp_N is None else targets.old.logp_N
         inputs = StepInputs(
-            logp_N=logp_N[kept],
-            old_logp_N=old_N[kept],
-            sampling_logp_N=batch.sampling_logprobs_N[kept].to(logp_N.dtype),
-            advantages_N=targets.advantages_N[kept],
-            rollout_N=batch.rollout_N[kept],
+            logp_N=logp_N[indices],
+            old_logp_N=old_N[indices],
+            sampling_logp_N=batch.sampling_logprobs_N[indices].to(logp_N.dtype),
+            advantages_N=targets.advantages_N[indices],
+            rollout_N=batch.rollout_N[indices],
             num_rollouts=batch.num_rollouts,
             seed=int(np.random.SeedSequence([self._seed, update]).generate_state(1)[0]),
-            entropy_N=None if entropy_N is None else entropy_N[kept],
+            entropy_N=None if entropy_N is None else entropy_N[indices],
         )
-        found = self._whole_step(inputs)
+        values = self._whole_step(inputs)
         is_finite = bool(inputs.logp_N.isfinite().all())
-        return {name: self._checked(name, value, inputs, is_finite, kept, logp_N) for name, value in found.items()}
+        return {name: self._checked(name, value, inputs, is_finite, indices, logp_N) for name, value in values.items()}
 
     def _checked(
         self, name: str, value: Tensor, inputs: StepInputs, is_finite: bool, kept: Tensor, like_N: Tensor

@@ -79,15 +79,15 @@ class Demonstrations:
 
         Raises `DataError` on all ranks for rows that cannot be trained, or are too long for a teacher.
         """
-        found = config.demonstration_sets()
-        if not found:
+        data_sets = config.demonstration_sets()
+        if not data_sets:
             return None
-        sets = tokenized(found, config, distributed, chat, say=say)
+        sets = tokenized(data_sets, config, distributed, chat, say=say)
         distributed.together(lambda: refuse_long(sets or (), config))
         if config.demonstrations.teacher_divergence == "off" or config.teacher.source != "saved":
             return cls(config, distributed, sets)
-        saved = distributed.together(lambda: SavedTeacher.open(config, distributed, sets, say=say))
-        return cls(config, distributed, sets, teacher=saved)
+        saved_teacher = distributed.together(lambda: SavedTeacher.open(config, distributed, sets, say=say))
+        return cls(config, distributed, sets, teacher=saved_teacher)
 
     def take_teacher(self, teacher: Teacher | None) -> None:
         """Let the run's teacher score the rows, if a divergence from it is trained."""
@@ -104,13 +104,13 @@ class Demonstrations:
 
         stage: times what is named, the rows as `data` and their scores as `teacher`.
         """
-        taken: list[Any] = []
+        rows: list[Any] = []
         with stage("data"):
             if self._order is not None:
                 self._order.cursor = self.cursor
-                taken = self._order.take(self._config.demonstrations.rows_per_update)
+                rows = self._order.take(self._config.demonstrations.rows_per_update)
             self.cursor += self._config.demonstrations.rows_per_update
-            batch = batch_of(taken)
+            batch = batch_of(rows)
         if self._teacher is not None:
             with stage("teacher"):
                 batch = self._teacher.scored(batch, ())

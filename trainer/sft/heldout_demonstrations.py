@@ -20,9 +20,9 @@ class HeldoutDemonstrations:
     def __init__(self, config: Config, distributed: Distributed, chat: Chat, *, say: Callable[[str], None]) -> None:
         """Load and tokenize the held-out sets; a collective."""
         sets = config.heldout_sets()
-        loaded = tokenized(sets, config, distributed, chat, say=say)
+        rows = tokenized(sets, config, distributed, chat, say=say)
         self._batches: dict[str, StepBatch] = {
-            name: shared(batch_of([] if loaded is None else loaded[number][: config.eval.prompts]), distributed)
+            name: shared(batch_of([] if rows is None else rows[number][: config.eval.prompts]), distributed)
             for number, name in enumerate(sets)
         }
 

@@ -69,19 +69,19 @@ class SavedTeacher:
                     f"{file.path}: the teacher's scores name the token {ids.max()}, but the student has {vocab_size} "
                     "ids; take scores of a teacher with the student's tokenizer"
                 )
-        made = cls(distributed, files, top_k=top_k)
+        saved_teacher = cls(distributed, files, top_k=top_k)
         rows = [row for demonstrations in sets for rows in demonstrations for row in rows]
-        missing = sum(row_digest(row.row(0)) not in made._places for row in rows)
+        missing = sum(row_digest(row.row(0)) not in saved_teacher._places for row in rows)
         if missing:
             raise DataError(
                 f"{missing} of {len(rows)} rows of the demonstrations have no saved scores of a teacher, such as those "
                 "of groups that dynamic sampling dropped; score them with teacher.source=model teacher.path=<model>"
             )
-        scored = [file for file in files if file.digests]
-        for name in dict.fromkeys(file.teacher for file in scored):
-            versions = [file.version for file in scored if file.teacher == name]
+        scored_files = [file for file in files if file.digests]
+        for name in dict.fromkeys(file.teacher for file in scored_files):
+            versions = [file.version for file in scored_files if file.teacher == name]
             say(f"teacher        saved scores of {name}, weights of versions {min(versions)} to {max(versions)}")
-        return made
+        return saved_teacher
 
     def scored(self, batch: StepBatch, rollouts: Sequence[Rollout]) -> StepBatch:
         """Return the batch of rank 0 with the saved scores; a collective. Raises `DataError` on all ranks for a file
@@ -91,10 +91,10 @@ class SavedTeacher:
     def _scored(self, batch: StepBatch) -> StepBatch:
         places = [self._places[row_digest(row)] for row in batch.rows]
         parts = [file.between(row, row + 1, top_k=self._top_k) for file, row in places]
-        joined = {
+        arrays = {
             name: np.concatenate([getattr(part, name) for part in parts]) for name in ("logp", "top_ids", "top_logp")
         }
         version = np.concatenate([part.version for part in parts]).max(keepdims=True)
-        scores = TeacherScores(**joined, version=version)
+        scores = TeacherScores(**arrays, version=version)
         scores.check_tokens(batch.rows)
         return replace(batch, teacher=scores)

@@ -109,12 +109,12 @@ def _show(config: Config) -> None:
         demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)
         if not config.has_rollouts and config.evaluates:
             tokenized(config.heldout_sets(), config, distributed, chat, say=run_console.say)
-        drawn = demonstrations.draw() if demonstrations else None
+        batch = demonstrations.draw() if demonstrations else None
         console.print(settings_tree(plain(config)))
         console.print(Rule("[bold]counts[/bold]", style="dim", align="left"))
         counts = run_counts(config, ranks=distributed.world_size, data_rows=len(prompts)) if prompts else {}
-        if demonstrations and drawn and distributed.is_main:
-            counts |= demonstration_counts(config, drawn, ranks=distributed.world_size, available=demonstrations.count)
+        if demonstrations and batch and distributed.is_main:
+            counts |= demonstration_counts(config, batch, ranks=distributed.world_size, available=demonstrations.count)
         table = Table.grid(padding=(0, 2))
         for name, count in counts.items():
             table.add_row(Text(name, style="dim"), Text(count))
@@ -137,9 +137,9 @@ def _show(config: Config) -> None:
                 console.print()
                 console.print(conversation(rollout, wrapped=True))
                 _print_rows(console, rows_from_calls(rollout.calls), texts)
-        if drawn:
+        if batch:
             console.print(Rule("[bold]the first demonstrations[/bold]", style="dim", align="left"))
-            _print_rows(console, drawn.rows[:SHOWN_ROWS], texts)
+            _print_rows(console, batch.rows[:SHOWN_ROWS], texts)
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
     launcher = program("python") if distributed.world_size == 1 else f"{program('accelerate')} launch ..."
     console.print(Rule(style="dim"))
@@ -161,7 +161,7 @@ def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:
     extra += rollout.prompts_per_step if config.plan.needs_greedy else 0
     updates_per_step = algorithm.epochs * algorithm.minibatches
     steps = math.ceil(config.updates / updates_per_step)
-    taken = rollout.prompts_per_step * steps
+    prompts = rollout.prompts_per_step * steps
     rows_per_pack = max(1, config.pack_tokens // rollout.max_model_len)
     packs = math.ceil(math.ceil(batch / algorithm.minibatches / ranks) / rows_per_pack)
     return {
@@ -172,7 +172,7 @@ def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:
         "an update runs": f"at most {packs} packs of {config.pack_tokens:,} tokens on each of {ranks} rank(s), if all "
         f"rows are as long as the context of {rollout.max_model_len:,}",
         "the run makes": f"{config.updates:,} updates in {steps:,} steps, {steps * batch:,} rollouts",
-        "the run reads": f"{taken:,} prompts, {taken / data_rows:.2f} times the {data_rows:,} rows of the data",
+        "the run reads": f"{prompts:,} prompts, {prompts / data_rows:.2f} times the {data_rows:,} rows of the data",
     }
 
 
@@ -181,11 +181,11 @@ def demonstration_counts(config: Config, first: StepBatch, *, ranks: int, availa
 
     first: the rows of the first update. available: demonstrations in the data.
     """
-    taken, longest = config.demonstrations.rows_per_update, max(map(len, first.rows))
+    per_update, longest = config.demonstrations.rows_per_update, max(map(len, first.rows))
     packs = math.ceil(math.ceil(len(first.rows) / ranks) / max(1, config.pack_tokens // longest))
-    read = taken * config.updates
+    read = per_update * config.updates
     return {
-        "the first update trains": f"{taken:,} demonstrations in {len(first.rows):,} rows of at most {longest:,} "
+        "the first update trains": f"{per_update:,} demonstrations in {len(first.rows):,} rows of at most {longest:,} "
         f"tokens, {sum(map(len, first.rows)):,} tokens, {first.layout.num_tokens:,} of them trained, in at most "
         f"{packs} packs of {config.pack_tokens:,} tokens on each of {ranks} rank(s)",
         "the run trains": f"{read:,} demonstrations in {config.updates:,} updates, {read / available:.2f} times the "
@@ -197,12 +197,12 @@ async def sampled_answer(ids: Sequence[int], prompt_ids: Sequence[int], sampling
     """Return `ids` and a stop token as a sampled turn, cut at `sampling.max_tokens`. Its logprobs are zeros."""
     stops = sampling.stop_token_ids[:1]
     whole = (*ids, *stops)
-    sampled = whole[: sampling.max_tokens]
+    sampled_ids = whole[: sampling.max_tokens]
     return EngineCall(
         prompt_ids=tuple(prompt_ids),
-        sampled_ids=sampled,
-        sampled_logprobs=(0.0,) * len(sampled),
-        finish_reason=FinishReason.STOP if stops and sampled == whole else FinishReason.LENGTH,
+        sampled_ids=sampled_ids,
+        sampled_logprobs=(0.0,) * len(sampled_ids),
+        finish_reason=FinishReason.STOP if stops and sampled_ids == whole else FinishReason.LENGTH,
     )
 
 
@@ -268,11 +268,11 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
 def untrainable(functions: Sequence[str], rollouts: Sequence[Rollout]) -> list[str]:
     """Return a sentence per rollout that the run would drop, with the line of the user's code and of the data."""
     # Alone in its group, a rollout may have no reward of a function that compares.
-    allowed = {None, Cause.UNSCORED} if group_wise_rewards(functions) else {None}
-    dropped = [rollout for rollout in rollouts if rollout.dropped_by not in allowed]
+    allowed_causes = {None, Cause.UNSCORED} if group_wise_rewards(functions) else {None}
+    dropped_rollouts = [rollout for rollout in rollouts if rollout.dropped_by not in allowed_causes]
     return [
         f"a row shown above cannot be trained: {at_row(rollout.error or NOTHING_SAMPLED, rollout.example)}"
-        for rollout in dropped
+        for rollout in dropped_rollouts
     ]
 
 
@@ -291,11 +291,11 @@ def unrewarded_answers(rollouts: Sequence[Rollout]) -> list[str]:
 
 def unknown_names(context: str, rollouts: Sequence[Rollout]) -> list[str]:
     """Return a sentence per name of teacher.context that the rollouts lack. An environment may report it later."""
-    known = {SOLUTION, *(name for one in rollouts for name in (*one.example, *one.outcome))}
+    names = {SOLUTION, *(name for one in rollouts for name in (*one.example, *one.outcome))}
     return [
-        f"teacher.context names {{{name}}}, which these rows lack; expected names of {', '.join(sorted(known))}"
+        f"teacher.context names {{{name}}}, which these rows lack; expected names of {', '.join(sorted(names))}"
         for name in dict.fromkeys(FIELD.findall(context))
-        if name not in known
+        if name not in names
     ]
 
 
@@ -313,17 +313,17 @@ def masked_text(row: TrainingRow, texts: TokenTexts, *, marks: tuple[str, str]) 
 
     Control characters are escaped, so that text of the model or the data cannot act on the terminal.
     """
-    shown, half = Text(), MAX_SHOWN_TOKENS // 2
+    output, half = Text(), MAX_SHOWN_TOKENS // 2
     end_of_gap = max(half, len(row) - half)
     positions = [*range(min(half, len(row))), *range(end_of_gap, len(row))]
     for is_trained, span in groupby(positions, key=lambda position: bool(row.loss_mask[position])):
-        shown.append(marks[0] if is_trained else "")
+        output.append(marks[0] if is_trained else "")
         for position in span:
             if position == end_of_gap > half:
-                shown.append(f"\n... {end_of_gap - half} tokens ...\n", style="italic")
+                output.append(f"\n... {end_of_gap - half} tokens ...\n", style="italic")
             text = texts[int(row.ids[position])]
             style = ("green" if position % 2 else "bold green") if is_trained else "dim"
-            shown.append(terminal_safe(text), style=style)
-            shown.append("\n" * text.count("\n"))
-        shown.append(marks[1] if is_trained else "")
-    return shown
+            output.append(terminal_safe(text), style=style)
+            output.append("\n" * text.count("\n"))
+        output.append(marks[1] if is_trained else "")
+    return output

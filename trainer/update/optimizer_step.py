@@ -95,7 +95,7 @@ class OptimizerStep:
             packs.append((token_sets[0], ()))
         budget = self._scorer.budget
         sums = StepSums([one for tokens in token_sets for one in (*tokens.terms, tokens)])
-        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        results: list[tuple[Tensor, Tensor, Tensor]] = []
         for number, (tokens, pack) in enumerate(packs):
             packed = self._scorer.packed(tokens.batch, pack)
             with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
@@ -104,10 +104,10 @@ class OptimizerStep:
                 budget.agreed(partial(backward, loss * self._distributed.world_size))
             # Results stay on the device until the last microbatch: a copy would wait for the kernels queued so far.
             if tokens.seen_N is not None:
-                seen.append((tokens.seen_N, packed.token_index_T, logp_T.detach().float()))
+                results.append((tokens.seen_N, packed.token_index_T, logp_T.detach().float()))
             for term, of_term in microbatch_sums.items():
                 sums.add(term, of_term)
-        for seen_N, index_T, logp_T in seen:
+        for seen_N, index_T, logp_T in results:
             seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.cpu(), seen_N[index_T])
         metrics = plans[0].metrics() | {"perf/microbatches": float(sum(plan.num_microbatches for plan in plans))}
         return sums, metrics
@@ -122,19 +122,19 @@ class OptimizerStep:
                 packed, temperature=tokens.temperature, with_entropy=True, **arguments
             )
         values_T = others.pop(0) if self._has_critic else torch.zeros_like(logp_T)
-        index_T, kept = packed.token_index_T, slice(None)
+        index_T, selection = packed.token_index_T, slice(None)
         if tokens.keep_N is not None:
             indices = tokens.keep_N[index_T].nonzero().squeeze(1)  # on the host, where the size of the result is known
-            index_T, kept = index_T[indices], indices.to(logp_T.device)
+            index_T, selection = index_T[indices], indices.to(logp_T.device)
         outputs = Outputs(
             index_T=index_T,
-            rollout_T=packed.rollout_T[kept],
-            position_T=packed.target_index_T[kept],
-            sampling_logp_T=packed.sampling_logprobs_T[kept],
-            logp_T=logp_T[kept],
-            entropy_T=entropy_T[kept],
-            values_T=values_T[kept],
-            others=tuple(other[kept] for other in others),
+            rollout_T=packed.rollout_T[selection],
+            position_T=packed.target_index_T[selection],
+            sampling_logp_T=packed.sampling_logprobs_T[selection],
+            logp_T=logp_T[selection],
+            entropy_T=entropy_T[selection],
+            values_T=values_T[selection],
+            others=tuple(other[selection] for other in others),
             routers=records,
         )
         loss, sums = tokens.share(outputs)

@@ -54,10 +54,10 @@ class Routers:
 
     def refuse_missing(self, records: Sequence[RouterOutput]) -> None:
         """Raise `TrainingError` if a router was not recorded that a loss needs."""
-        expected = self.outputs.num_routers if self.outputs and (self.aux_coef or self.z_coef) else 0
-        if len(records) < expected:
+        total = self.outputs.num_routers if self.outputs and (self.aux_coef or self.z_coef) else 0
+        if len(records) < total:
             raise TrainingError(
-                f"{len(records)} of {expected} routers ran as modules in a forward pass; expected all of them, because "
+                f"{len(records)} of {total} routers ran as modules in a forward pass; expected all of them, because "
                 "a loss reads their logits. The model computes its experts in another way (a fused kernel?); set "
                 "algorithm.router_aux_coef=0 algorithm.router_z_coef=0"
             )
@@ -67,8 +67,8 @@ class Routers:
         with self.outputs.recorded(with_logits=False) as records:
             self._scorer.forward(packed)
         self.refuse_missing(records)
-        kept = keep_N[packed.token_index_T].nonzero().squeeze(1)
-        return load_at(records, packed.target_index_T[kept.to(packed.target_index_T.device)])
+        indices = keep_N[packed.token_index_T].nonzero().squeeze(1)
+        return load_at(records, packed.target_index_T[indices.to(packed.target_index_T.device)])
 
 
 def load_at(records: Sequence[RouterOutput], position_T: Tensor) -> Tensor:

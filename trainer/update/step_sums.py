@@ -89,13 +89,13 @@ def _gap(reports: Sequence[Mapping[str, bool]]) -> str:
     key = next(key for key in dict.fromkeys(chain(*reports)) if not all(report.get(key) for report in reports))
     _, _, name = key.partition(" ")
     name, _, shape = name.rpartition(" [")
-    shaped = f" with the shape [{shape}" if shape != "]" else ""
+    suffix = f" with the shape [{shape}" if shape != "]" else ""
     ranks = {
-        how: [str(rank) for rank, report in enumerate(reports) if report.get(key) is found]
-        for how, found in (("every microbatch", True), ("some microbatches", False), ("no microbatch", None))
+        how: [str(rank) for rank, report in enumerate(reports) if report.get(key) is status]
+        for how, status in (("every microbatch", True), ("some microbatches", False), ("no microbatch", None))
     }
     places = ", ".join(f"in {how} of rank {' and '.join(numbers)}" for how, numbers in ranks.items() if numbers)
     return (
-        f"a loss reports the metric {name!r}{shaped} {places}; expected the same names and shapes in every microbatch "
+        f"a loss reports the metric {name!r}{suffix} {places}; expected the same names and shapes in every microbatch "
         "of every rank: let the function of algorithm.loss report a sum of 0 where it has no token to count"
     )

@@ -110,20 +110,20 @@ class Updater:
 
         A run without rollouts makes one step on the rows of other components. stage: times the drawing of these rows.
         """
-        made: list[dict[str, float]] = []
-        skipped: list[dict[str, float]] = []
-        given: Mapping[str, StepBatch] = {}
+        steps: list[dict[str, float]] = []
+        skips: list[dict[str, float]] = []
+        other_rows: Mapping[str, StepBatch] = {}
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
         for minibatch in self._parts(batch, targets, seen_N):
             before = self.num_updates
-            given = self._draw(stage)
-            report = self.optimizer_step(minibatch, given, lr=lr)
-            (made if self.num_updates > before else skipped).append(report)
+            other_rows = self._draw(stage)
+            report = self.optimizer_step(minibatch, other_rows, lr=lr)
+            (steps if self.num_updates > before else skips).append(report)
         seen_N = self._distributed.sum(seen_N.nan_to_num())
-        reports = made or skipped
+        reports = steps or skips
         means = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]} if reports else {}
-        return Updated(metrics=means | self._health(), logp_N=seen_N, given=given)
+        return Updated(metrics=means | self._health(), logp_N=seen_N, given=other_rows)
 
     def logprobs(self, ids: Sequence[int], error: float = 0.0) -> list[float]:
         """Return log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective.
@@ -156,7 +156,7 @@ class Updater:
             for one in self.given
             if one.name in given
         ]
-        stepped = self._stepper.make(token_sets, lr=lr, critic_only=critic_only)
+        result = self._stepper.make(token_sets, lr=lr, critic_only=critic_only)
 
         def dump(judged: Attempt) -> None:
             if minibatch is None:
@@ -165,8 +165,8 @@ class Updater:
             attempt = replace(judged, rollouts=tuple(minibatch.rollouts.tolist()), is_first=minibatch.is_first)
             self.dump(attempt, minibatch.batch, minibatch.targets, given)
 
-        metrics = self._finished(stepped, lr, dump)
-        if metrics.get("loss/policy_tokens") and not (critic_only or stepped.judgment.is_skipped):
+        metrics = self._finished(result, lr, dump)
+        if metrics.get("loss/policy_tokens") and not (critic_only or result.judgment.is_skipped):
             self.entropy = self.entropy.after(metrics["policy/entropy"], self._config.algorithm)
         return metrics
 

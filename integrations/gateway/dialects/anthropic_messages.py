@@ -170,7 +170,7 @@ def _text_of(value: Any, where: str) -> str:
 
 def _blocks(value: Any, where: str, *, kinds: Sequence[str]) -> list[tuple[Block, str, str]]:
     """Return the content blocks with their types and places. Raises `ApiError` (400) for other types."""
-    found = []
+    blocks = []
     for index, block in enumerate(checked(value, list, where, expected="a string or a list of content blocks")):
         at = f"{where}[{index}]"
         kind = checked(block, dict, at, expected="a content block, an object with a type").get("type")
@@ -178,8 +178,8 @@ def _blocks(value: Any, where: str, *, kinds: Sequence[str]) -> list[tuple[Block
             raise not_supported(
                 f"{at}.type", why=f"found {quoted(kind)}; this model reads {' and '.join(kinds)} blocks only here"
             )
-        found.append((block, kind, at))
-    return found
+        blocks.append((block, kind, at))
+    return blocks
 
 
 def _as_in_chat(choice: Mapping[str, Any]) -> Any:
@@ -201,8 +201,8 @@ def _check_thinking(value: Any) -> None:
 
 
 def _check_output(value: Any) -> None:
-    for name, asked in ({} if value is None else checked(value, dict, "output_config", expected="an object")).items():
-        if asked is not None:
+    for name, setting in ({} if value is None else checked(value, dict, "output_config", expected="an object")).items():
+        if setting is not None:
             raise not_supported(f"output_config.{name[:32]}", why="training needs unmodified samples; leave it out")
 
 

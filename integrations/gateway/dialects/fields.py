@@ -68,19 +68,19 @@ def read_sampling(
 
     limits: names of the fields that limit the sampled tokens; the lowest counts.
     """
-    asked = {name: _number(body, name) for name in DISTRIBUTION if body.get(name) is not None}
-    if asked.get("top_k") == -1:  # off in vLLM
-        asked["top_k"] = 0
+    values = {name: _number(body, name) for name in DISTRIBUTION if body.get(name) is not None}
+    if values.get("top_k") == -1:  # off in vLLM
+        values["top_k"] = 0
     choices = [{name: getattr(one, name) for name in DISTRIBUTION} for one in offered]
-    fitting = [one for one, choice in zip(offered, choices, strict=True) if asked.items() <= choice.items()]
+    fitting = [one for one, choice in zip(offered, choices, strict=True) if values.items() <= choice.items()]
     if not fitting:
         expected = " or ".join(", ".join(f"{name}={value:g}" for name, value in one.items()) for one in choices)
         wrong = next(
-            (name for name, value in asked.items() if all(one[name] != value for one in choices)),
-            next(iter(asked)),
+            (name for name, value in values.items() if all(one[name] != value for one in choices)),
+            next(iter(values)),
         )
         raise ApiError(
-            f"{wrong}={asked[wrong]:g} differs from the settings of this run; expected {expected}. Other settings "
+            f"{wrong}={values[wrong]:g} differs from the settings of this run; expected {expected}. Other settings "
             "sample from a distribution that is not trained: leave them out, or send these",
             param=wrong,
             code="sampling_mismatch",
@@ -107,10 +107,10 @@ def read_tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> bool:
         return True
     name = _function_name(value)
     if name not in names:
-        listed = ", ".join(map(quoted, names)) or "none"
+        options = ", ".join(map(quoted, names)) or "none"
         raise not_supported(
             "tool_choice",
-            why=f"found {quoted(value)}, expected 'auto', 'required' or one function of those in `tools` ({listed})",
+            why=f"found {quoted(value)}, expected 'auto', 'required' or one function of those in `tools` ({options})",
         )
     _warn_of_choice("a function")
     return True
@@ -147,7 +147,7 @@ def read_function_tools(
     """
     tools = [] if value is None else checked(value, list, "tools", expected="a list of tools")
     refuse_many(tools, MAX_TOOLS, "tools")
-    found = []
+    functions = []
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         checked(tool, dict, where, expected=expected)
@@ -163,8 +163,8 @@ def read_function_tools(
             raise ApiError(f"{where}.{schema} has a number that is out of range", param=f"{where}.{schema}") from None
         description = {} if function.get("description") is None else {"description": function["description"]}
         inner = {"name": function["name"], **description, "parameters": function[schema]}
-        found.append({"type": "function", "function": inner})
-    return tuple(found)
+        functions.append({"type": "function", "function": inner})
+    return tuple(functions)
 
 
 def read_stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:

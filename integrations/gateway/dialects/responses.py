@@ -233,9 +233,9 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
     reasoning_id, text_id, call_ids = item_ids(message, reply.first.name)
     items: list[dict[str, Any]] = []
     if reasoning:
-        encrypted = {"encrypted_content": reply.first.name} if ENCRYPTED in reply.request.echo["include"] else {}
+        extra = {"encrypted_content": reply.first.name} if ENCRYPTED in reply.request.echo["include"] else {}
         content = [{"type": "reasoning_text", "text": reasoning}]
-        items.append({"id": reasoning_id, "type": "reasoning", "summary": [], "content": content, **encrypted})
+        items.append({"id": reasoning_id, "type": "reasoning", "summary": [], "content": content, **extra})
     if message["content"] or not (reasoning or calls):
         logprobs = token_logprobs(reply.first, reply.decode) if reply.request.wants_logprobs else []
         part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}

@@ -74,8 +74,8 @@ class Transcript:
             self._append({"role": role, "content": text})
 
     def _add_reasoning(self, item: Item, where: str) -> None:
-        encrypted = item.get("encrypted_content")
-        name = _name_of(item, where) or (encrypted if isinstance(encrypted, str) else None)
+        encrypted_content = item.get("encrypted_content")
+        name = _name_of(item, where) or (encrypted_content if isinstance(encrypted_content, str) else None)
         text = _texts(item.get("content"), f"{where}.content", kinds=("reasoning_text",))
         summary = _texts(item.get("summary"), f"{where}.summary", kinds=("summary_text",))
         turn = self._turn(_REASONING, name)
@@ -94,22 +94,22 @@ class Transcript:
 
     def _add_reference(self, item: Item, where: str) -> None:
         """Add an item that the client names only by its id."""
-        found = _ID.fullmatch(read_text(item, "id", where))
-        answer = self._recorded.find(found[2], found[0]) if found else None
+        match = _ID.fullmatch(read_text(item, "id", where))
+        answer = self._recorded.find(match[2], match[0]) if match else None
         calls = answer.message.get("tool_calls", ()) if answer else ()
-        if found is None or answer is None or (found[1] == "fc" and int(found[3] or 0) >= len(calls)):
+        if match is None or answer is None or (match[1] == "fc" and int(match[3] or 0) >= len(calls)):
             raise ApiError(
                 f"{where}.id: this session has no item {quoted(item['id'])}, or it was named before; send the item",
                 param=f"{where}.id",
             )
-        stage = {"rs": _REASONING, "msg": _TEXT, "fc": _CALL}[found[1]]
+        stage = {"rs": _REASONING, "msg": _TEXT, "fc": _CALL}[match[1]]
         turn = self._turn(stage, answer.name)
         if stage == _REASONING:
             turn.reasoning.append(answer.message.get("reasoning_content") or "")
         elif stage == _TEXT:
             turn.texts.append(answer.message["content"])
         else:
-            turn.add_call(calls[int(found[3] or 0)], where)
+            turn.add_call(calls[int(match[3] or 0)], where)
 
     def _append(self, message: Message) -> None:
         self._open = None
@@ -180,6 +180,6 @@ def _texts(value: Any, where: str, *, kinds: Sequence[str], needed: bool = False
 def _name_of(item: Item, where: str) -> str | None:
     """Return the name of the answer that an item was a part of, by its id."""
     if item.get("id") is not None:
-        found = _ID.fullmatch(read_text(item, "id", where))
-        return found[2] if found else None
+        match = _ID.fullmatch(read_text(item, "id", where))
+        return match[2] if match else None
     return None

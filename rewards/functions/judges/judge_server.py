@@ -160,12 +160,12 @@ class JudgeServer:
         """
         count, example = rollout.num_example_messages, rollout.example
         texts = {"Earlier turns": _transcript(rollout.messages[:count])} if count else {}
-        asked = (turn for turn in rollout.prompt[count:] if turn["role"] == "user")
-        texts["Question"] = "\n".join(str(turn.get("content") or "") for turn in asked)
+        user_turns = (turn for turn in rollout.prompt[count:] if turn["role"] == "user")
+        texts["Question"] = "\n".join(str(turn.get("content") or "") for turn in user_turns)
         if self.column is not None:
             if example.get(self.column) is None:
-                found = ", ".join(example)
-                raise ConfigError(f"{self.NAME}: the data row has no column {self.column!r}; it has {found}")
+                columns = ", ".join(example)
+                raise ConfigError(f"{self.NAME}: the data row has no column {self.column!r}; it has {columns}")
             texts["Reference"] = str(example[self.column])
         return {**texts, **answers}
 
@@ -182,7 +182,7 @@ class JudgeServer:
             retry=retry_if_exception_type((_Unavailable, aiohttp.ClientConnectionError, TimeoutError)),
             reraise=True,
         )
-        started = time.monotonic()
+        start = time.monotonic()
         try:
             return await retrying(self._attempt, body, headers)
         except (_Unavailable, aiohttp.ClientError, TimeoutError) as error:
@@ -191,7 +191,7 @@ class JudgeServer:
             ) from error
         finally:
             add("calls", 1)
-            average("seconds", time.monotonic() - started)
+            average("seconds", time.monotonic() - start)
 
     async def _attempt(self, body: dict[str, Any], headers: dict[str, str]) -> str:
         url = f"{self.url.rstrip('/')}/chat/completions"

@@ -62,11 +62,11 @@ class PairwiseJudge(JudgeServer):
         Raises as `ask` and `texts_of`, but `RewardError`.
         """
         slots = asyncio.Semaphore(int(self.concurrency))
-        compared = pairs(len(rollouts), None if self.comparisons is None else int(self.comparisons))
-        found = await asyncio.gather(*(self._compare(rollouts, pair, slots) for pair in compared))
+        comparisons = pairs(len(rollouts), None if self.comparisons is None else int(self.comparisons))
+        results = await asyncio.gather(*(self._compare(rollouts, pair, slots) for pair in comparisons))
         points: list[list[float]] = [[] for _ in rollouts]
         errors: list[list[RewardError]] = [[] for _ in rollouts]
-        for (first, second), result in zip(compared, found, strict=True):
+        for (first, second), result in zip(comparisons, results, strict=True):
             average("failed_fraction", isinstance(result, RewardError))
             if isinstance(result, RewardError):
                 errors[first].append(result)
@@ -75,7 +75,7 @@ class PairwiseJudge(JudgeServer):
             average("tie_fraction", result == 0.5)
             points[first].append(result)
             points[second].append(1.0 - result)
-        return [_mean(own, failed) for own, failed in zip(points, errors, strict=True)]
+        return [_mean(own, own_errors) for own, own_errors in zip(points, errors, strict=True)]
 
     async def _compare(
         self, rollouts: Sequence[Rollout], pair: tuple[int, int], slots: asyncio.Semaphore
@@ -87,10 +87,10 @@ class PairwiseJudge(JudgeServer):
         is_swapped = bool(sum(pair) % 2)  # with one order, each rollout comes first in about half of its comparisons
         orders = (False, True) if self.both_orders else (is_swapped,)
         try:
-            found = [await self._points(first, second, slots, is_swapped=is_swapped) for is_swapped in orders]
+            points = [await self._points(first, second, slots, is_swapped=is_swapped) for is_swapped in orders]
         except RewardError as error:
             return error
-        return sum(found) / len(found)
+        return sum(points) / len(points)
 
     async def _points(self, first: Rollout, second: Rollout, slots: asyncio.Semaphore, *, is_swapped: bool) -> float:
         """Return the points of the first rollout from one request. Raises as `ask` and `texts_of`."""
@@ -128,9 +128,9 @@ def pairs(count: int, comparisons: int | None) -> list[tuple[int, int]]:
         return [(first, second) for first in range(count) for second in range(first + 1, count)]
     half = count // 2 if comparisons % 2 and count % 2 == 0 else None
     steps = range(1, (comparisons + (half is None)) // 2 + 1)
-    chosen = [(start, (start + step) % count) for step in steps for start in range(count)]
+    index_pairs = [(start, (start + step) % count) for step in steps for start in range(count)]
     opposite = [(start, start + half) for start in range(half)] if half is not None else []
-    return [*chosen, *opposite]
+    return [*index_pairs, *opposite]
 
 
 def _mean(points: Sequence[float], errors: Sequence[RewardError]) -> float | RewardError | None:

@@ -38,12 +38,12 @@ class RubricJudge(ScoringJudge):
 
     async def __call__(self, rollout: Rollout) -> float:
         """Return the scaled mean, and measure each scaled score. Raises as `ask_about`."""
-        listed = "\n".join(f"{name}: {criterion['text']}" for name, criterion in self.criteria.items())
+        criteria_text = "\n".join(f"{name}: {criterion['text']}" for name, criterion in self.criteria.items())
         scale = f"<a number from {self.low:g} to {self.high:g}>"
         form = "\n".join(f"{name}: {scale}" for name in self.criteria)
         scores = await self.ask_about(
             rollout,
-            f"You grade an answer to a question by these criteria:\n{listed}",
+            f"You grade an answer to a question by these criteria:\n{criteria_text}",
             f"End your reply with these lines, and begin no other line with the name of a criterion:\n{form}",
             self._read,
         )

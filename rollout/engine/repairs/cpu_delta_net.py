@@ -103,9 +103,10 @@ def _advance(
     before = torch.zeros_like(windows[slot]) if is_new else windows[slot]
     window = torch.cat([before.to(x.dtype), x.transpose(1, 2)], -1)
     windows[slot] = window[..., -windows.shape[-1] :].to(windows.dtype)
-    mixed = F.silu(F.conv1d(window, weight, layer.conv1d.bias, groups=x.shape[-1])).transpose(1, 2)
+    mixed_qkv = F.silu(F.conv1d(window, weight, layer.conv1d.bias, groups=x.shape[-1])).transpose(1, 2)
     query, key, value = (
-        part.view(count, length, *part.shape[2:]) for part in layer.rearrange_mixed_qkv(mixed.reshape(-1, x.shape[-1]))
+        part.view(count, length, *part.shape[2:])
+        for part in layer.rearrange_mixed_qkv(mixed_qkv.reshape(-1, x.shape[-1]))
     )
     group = value.shape[2] // key.shape[2]
     rule = torch_recurrent_gated_delta_rule if length == 1 else torch_chunk_gated_delta_rule

@@ -16,8 +16,8 @@ import torch
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Return log π in float32 of logits (N, V); -inf where a logit is -inf."""
     logits = logits.float()
-    shifted = logits - logits.amax(-1, keepdim=True)
-    return shifted.sub_(shifted.exp().sum(-1, keepdim=True).log_())
+    shifted_logits = logits - logits.amax(-1, keepdim=True)
+    return shifted_logits.sub_(shifted_logits.exp().sum(-1, keepdim=True).log_())
 
 
 def install() -> None:
@@ -45,10 +45,10 @@ def install() -> None:
             return sample(self, logits, generators, k, p)
         self.logprobs_mode = "processed_logits"
         try:
-            tokens, processed = sample(self, logits, generators, k, p)
+            tokens, processed_logits = sample(self, logits, generators, k, p)
         finally:
             self.logprobs_mode = "processed_logprobs"
-        return tokens, None if processed is None else log_softmax(processed)
+        return tokens, None if processed_logits is None else log_softmax(processed_logits)
 
     TopKTopPSampler.forward_cpu = forward_cpu
     Sampler.compute_logprobs = staticmethod(log_softmax)

@@ -49,11 +49,11 @@ def install() -> None:
         slots: list[tuple[int, torch.Tensor | None]] = self.lockstep_slots  # type: ignore[attr-defined]
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         for slot, rows in slots:
-            taken, end = _padded(x if rows is None else x[rows]), 0
+            inputs, end = _padded(x if rows is None else x[rows]), 0
             num_tokens = len(x) if rows is None else len(rows)
             for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
                 begin, end = end, end + size
-                change = ((taken @ a[slot, 0].T) @ b[slot, 0, :size].T)[:num_tokens]
+                change = ((inputs @ a[slot, 0].T) @ b[slot, 0, :size].T)[:num_tokens]
                 if scale != 1:
                     change *= scale
                 if rows is None:
@@ -78,6 +78,6 @@ def by_slot(indices: torch.Tensor) -> list[tuple[int, torch.Tensor | None]]:
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
     """Add zeros up to a multiple of `_BLOCK` rows. x: (tokens, features)."""
-    padded = x.new_zeros(-(-len(x) // _BLOCK) * _BLOCK, x.shape[1])
-    padded[: len(x)] = x
-    return padded
+    padded_rows = x.new_zeros(-(-len(x) // _BLOCK) * _BLOCK, x.shape[1])
+    padded_rows[: len(x)] = x
+    return padded_rows

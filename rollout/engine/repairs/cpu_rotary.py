@@ -29,8 +29,8 @@ def install() -> None:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if query.dim() == 2 and (key is None or key.dim() == 2):
             return kernel(self, positions, query, key)
-        rotated, rotated_key = self.forward_native(positions, query, key)
-        query.copy_(rotated)  # in place, as the kernel
+        rotated_query, rotated_key = self.forward_native(positions, query, key)
+        query.copy_(rotated_query)  # in place, as the kernel
         if key is not None and rotated_key is not None:
             key.copy_(rotated_key)
         return query, key

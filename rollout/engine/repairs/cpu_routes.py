@@ -123,7 +123,7 @@ def routes_of_step(pending: PendingAuxOutput, wanted: Mapping[str, int]) -> dict
     assert routes is not None, "copied before"
     assert num_sampled is not None
     outputs = {}
-    for request, first, start, end, sampled in zip(
+    for request, first, start, end, count in zip(
         pending.request_ids,
         pending.token_starts,
         pending.query_start_loc[:-1],
@@ -131,10 +131,10 @@ def routes_of_step(pending: PendingAuxOutput, wanted: Mapping[str, int]) -> dict
         num_sampled,
         strict=True,
     ):
-        if sampled > 0:
-            skipped = wanted[request] - first
-            assert skipped >= 0, "experts of a token of an earlier step, which are not stored without a prefix cache"
-            outputs[request] = AuxRequestOutput(wanted[request], routes[start + skipped : end])
+        if count > 0:
+            offset = wanted[request] - first
+            assert offset >= 0, "experts of a token of an earlier step, which are not stored without a prefix cache"
+            outputs[request] = AuxRequestOutput(wanted[request], routes[start + offset : end])
     return outputs
 
 

@@ -52,14 +52,14 @@ def _repair_loading(model: nn.Module) -> None:
     def load_weights(weights: Weights) -> set[str] | None:
         """Load weights, twice if parameters were bypassed; an iterator is read whole first."""
         again = list(weights) if isinstance(weights, Iterator) else weights
-        loaded = load_once(again)
-        bypassed = _bypassed(model, loaded or ())
-        if bypassed:
-            _materialize(model, bypassed)
-            with _loading_only(model, bypassed):
+        loaded_names = load_once(again)
+        bypassed_names = _bypassed(model, loaded_names or ())
+        if bypassed_names:
+            _materialize(model, bypassed_names)
+            with _loading_only(model, bypassed_names):
                 load_once(again)
-            _process_complete(model, bypassed)
-        return loaded
+            _process_complete(model, bypassed_names)
+        return loaded_names
 
     model.__dict__["load_weights"] = load_weights
 

@@ -173,15 +173,15 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         """receiving: the call to this rank's own engines."""
         under_way: dict[_Connection, deque[_SentBucket]] = {connection: deque() for connection in self._connections}
         try:
-            for sent in self._source.own_parts():
+            for parts in self._source.own_parts():
                 if receiving is not None and receiving.done():
                     receiving.result()  # the workers aborted; raise their error
-                copied = sum(part.elements.nbytes for part in sent if part.is_copy)
+                copied_bytes = sum(part.elements.nbytes for part in parts if part.is_copy)
                 for connection, buckets in under_way.items():
-                    while buckets and copied + sum(bucket.copied_bytes for bucket in buckets) > self._limit_bytes:
+                    while buckets and copied_bytes + sum(bucket.copied_bytes for bucket in buckets) > self._limit_bytes:
                         _wait_until_sent(connection, [buckets[0]], receiving)
                         buckets.popleft()
-                    buckets.append(_SentBucket(connection, sent))
+                    buckets.append(_SentBucket(connection, parts))
             for connection, buckets in under_way.items():
                 _wait_until_sent(connection, list(buckets), receiving)
                 buckets.clear()
@@ -210,11 +210,11 @@ class _SentBucket:
 
     def __init__(self, connection: _Connection, sent: Sequence[SentElements]) -> None:
         """Begin to send."""
-        taken = [one for one in sent if one.to_all or connection.is_own]
-        self.copied_bytes = sum(one.elements.nbytes for one in taken if one.is_copy)
-        parts = [bytes_of(one.elements.cpu()) for one in taken]
-        packed = [header(sum(part.nbytes for part in parts)), *(part for part in parts if part.nbytes <= PACKED_BYTES)]
-        self._messages = [torch.cat(packed)] if parts else []
+        elements = [one for one in sent if one.to_all or connection.is_own]
+        self.copied_bytes = sum(one.elements.nbytes for one in elements if one.is_copy)
+        parts = [bytes_of(one.elements.cpu()) for one in elements]
+        pieces = [header(sum(part.nbytes for part in parts)), *(part for part in parts if part.nbytes <= PACKED_BYTES)]
+        self._messages = [torch.cat(pieces)] if parts else []
         self._messages += [part for part in parts if part.nbytes > PACKED_BYTES]  # kept alive until they are sent
         self.works: list[Work] = []
         self._lost: RuntimeError | None = None
@@ -237,18 +237,18 @@ def _wait_until_sent(connection: _Connection, buckets: Sequence[_SentBucket], re
 
     receiving: the call to this rank's own engines.
     """
-    sent = run_in_abandonable_thread(lambda: ([bucket.wait() for bucket in buckets], connection))
+    sending = run_in_abandonable_thread(lambda: ([bucket.wait() for bucket in buckets], connection))
     if not connection.is_own:
-        _wait_unless_aborted(connection.receivers, connection.store, sent)
-        sent.result()
+        _wait_unless_aborted(connection.receivers, connection.store, sending)
+        sending.result()
         return
     assert receiving is not None, "a rank with engines has called them"
-    either: list[Future[Any]] = [sent, receiving]
+    either: list[Future[Any]] = [sending, receiving]
     wait(either, return_when=FIRST_COMPLETED)
-    if not sent.done():
+    if not sending.done():
         receiving.result()  # an engine that hangs blocks the bucket until the deadline
     try:
-        sent.result()
+        sending.result()
     except RuntimeError:
         with suppress(TimeoutError):  # still receiving: the cause is on this side
             receiving.result(timeout=CAUSE_WAIT_S)

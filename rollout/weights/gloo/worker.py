@@ -70,14 +70,16 @@ class _Receipt:
         """Wait for all parts. Raises `RuntimeError` if the sender aborted, is gone, or sends fewer bytes."""
         for work in self.works:
             work.wait()
-            sent = self._packed[:HEADER_BYTES].view(torch.int64).item()  # in the first message to arrive
-            if sent == ABORTED:
+            num_bytes = self._packed[:HEADER_BYTES].view(torch.int64).item()  # in the first message to arrive
+            if num_bytes == ABORTED:
                 raise RuntimeError("gloo weight transfer: the trainer aborted; the old weights stay")
-            if sent != self._nbytes:
-                raise RuntimeError(f"gloo weight transfer: a rank sends {sent} bytes of a bucket, not {self._nbytes}")
+            if num_bytes != self._nbytes:
+                raise RuntimeError(
+                    f"gloo weight transfer: a rank sends {num_bytes} bytes of a bucket, not {self._nbytes}"
+                )
         sizes = [place.nbytes for place in self._small]
-        for place, arrived in zip(self._small, self._packed[HEADER_BYTES:].split(sizes), strict=True) if sizes else ():
-            place.copy_(arrived)
+        for place, piece in zip(self._small, self._packed[HEADER_BYTES:].split(sizes), strict=True) if sizes else ():
+            place.copy_(piece)
 
 
 class _Bucket:
@@ -111,8 +113,8 @@ def receive(
     """
     under_way: deque[_Bucket] = deque()
     try:
-        for planned in buckets:
-            under_way.append(_Bucket(groups, planned, new_memory(bucket_bytes(planned))))
+        for plan in buckets:
+            under_way.append(_Bucket(groups, plan, new_memory(bucket_bytes(plan))))
             if len(under_way) > 1:
                 yield under_way[0].wait()
                 under_way.popleft()
@@ -180,23 +182,23 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        held = {name for name, _ in self.model.named_parameters()}
-        staged, self._staged = self._staged, []
+        param_names = {name for name, _ in self.model.named_parameters()}
+        staged_weights, self._staged = self._staged, []
         initialize_layerwise_reload(self.model)
         # Without the parameters that vLLM derives from others, such as W_UV of multi-head latent attention.
-        expected = held & {name for name, _ in self.model.named_parameters()}
+        expected = param_names & {name for name, _ in self.model.named_parameters()}
         names: dict[int, set[str]] = {}  # several for a parameter of a module that others hold too
         for name, param in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), set()).add(name)
         try:
-            loaded = self.model.load_weights(_OnDevice(staged, self.device))  # type: ignore[operator]
+            loaded_names = self.model.load_weights(_OnDevice(staged_weights, self.device))  # type: ignore[operator]
         finally:
             # Also after an error: otherwise layers stay on the meta device and the next step kills the engine.
             finalize_layerwise_reload(self.model, self.model_config)
             self._repack_heads()
             self._repack_experts()
-        arrived = {name for same in names.values() if same & loaded for name in same}
-        missing = sorted(expected - loaded - arrived)
+        aliases = {name for same in names.values() if same & loaded_names for name in same}
+        missing = sorted(expected - loaded_names - aliases)
         if missing and self.model_config.quantization is None:
             raise RuntimeError(
                 f"weight update: {len(missing)} of {len(expected)} parameters were not among the weights that "

@@ -177,8 +177,8 @@ class AlgorithmFields:
 
 def takes(name: str) -> When:
     """Return the condition that the loss or advantage of the configuration takes a setting."""
-    losses = [loss for loss, declared in POLICY_LOSSES.items() if name in declared.arguments]
-    advantages = [advantage for advantage, declared in ADVANTAGES.items() if name in declared.arguments]
+    losses = [loss for loss, objective in POLICY_LOSSES.items() if name in objective.arguments]
+    advantages = [advantage for advantage, objective in ADVANTAGES.items() if name in objective.arguments]
     kind, names = ("loss", losses) if losses else ("advantage", advantages)
     default = getattr(AlgorithmFields, kind)
     return When(
@@ -189,11 +189,11 @@ def takes(name: str) -> When:
 
 def algorithm_class() -> type[AlgorithmFields]:
     """Return `AlgorithmFields` with a field for every setting that losses and advantages declare."""
-    declared = [
+    setting_fields = [
         (name, argument.type, as_field(replace(argument.setting, when=takes(name))))
         for name, argument in declared_arguments().items()
     ]
-    return make_dataclass("AlgorithmConfig", declared, bases=(AlgorithmFields,))
+    return make_dataclass("AlgorithmConfig", setting_fields, bases=(AlgorithmFields,))
 
 
 if TYPE_CHECKING:

@@ -68,6 +68,6 @@ class TeacherConfig:
     def identity(self) -> str:
         """The settings that say whose scores its scores are: its source, and others that differ from their defaults."""
         names = ("average_decay", "path", "context", "solved_reward", "dtype")
-        found = [(name, *declarations(self)[name]) for name in names]
-        others = [f"teacher.{name}={typed(value)}" for name, declared, value in found if value != declared.default]
+        settings = [(name, *declarations(self)[name]) for name in names]
+        others = [f"teacher.{name}={typed(value)}" for name, entry, value in settings if value != entry.default]
         return " ".join([f"teacher.source={self.source}", *others])

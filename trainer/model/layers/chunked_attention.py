@@ -85,24 +85,24 @@ def chunks(packed: PackedBatch, size: int) -> PackedBatch:
     prefixes = packed.prefixes or ((),) * packed.num_rows
     begins = [sum(length for _, length in prefix) for prefix in prefixes]
     lengths: list[int] = []
-    kept: list[Prefix] = []
+    chunk_prefixes: list[Prefix] = []
     first_piece: list[int] = []
     for length, begin, prefix in zip(packed.row_lengths, begins, prefixes, strict=True):
         first_piece.append(len(lengths))
         chunk_begin = begin // size * size
         part = []
         for earlier, shared in prefix:
-            skipped = max(0, chunk_begin - begins[earlier])
-            if shared > skipped:
+            num_skipped = max(0, chunk_begin - begins[earlier])
+            if shared > num_skipped:
                 piece = first_piece[earlier] + (max(chunk_begin, begins[earlier]) // size - begins[earlier] // size)
-                part.append((piece, shared - skipped))
+                part.append((piece, shared - num_skipped))
         ends = [*range(chunk_begin + size, begin + length, size), begin + length]
         lengths += [end - start for start, end in zip([begin, *ends[:-1]], ends, strict=True)]
-        kept += [tuple(part), *[()] * (len(ends) - 1)]
+        chunk_prefixes += [tuple(part), *[()] * (len(ends) - 1)]
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=packed.cu_seqlens.dtype)
     return replace(
         packed,
         row_lengths=tuple(lengths),
         cu_seqlens=offsets.to(packed.cu_seqlens.device),
-        prefixes=None if packed.prefixes is None else tuple(kept),
+        prefixes=None if packed.prefixes is None else tuple(chunk_prefixes),
     )

@@ -100,11 +100,11 @@ def _row_by_row(function: Callable[..., Any], sequential: _Sequential) -> Callab
         if args[0].is_cuda and find_spec(sequential.package) is not None:
             return function(*args, seq_idx=seq_idx, **kwargs)
         lengths = list(_row_lengths[seq_idx])
-        given = {**dict(enumerate(args)), **kwargs}
-        parts = {name: given[name].split(lengths, sequential.dim) for name in sequential.arguments}
+        arguments = {**dict(enumerate(args)), **kwargs}
+        parts = {name: arguments[name].split(lengths, sequential.dim) for name in sequential.arguments}
         outputs = []
         for row in range(len(lengths)):
-            own = {name: parts[name][row] if name in parts else value for name, value in given.items()}
+            own = {name: parts[name][row] if name in parts else value for name, value in arguments.items()}
             named = {name: value for name, value in own.items() if isinstance(name, str) and name != "cu_seqlens"}
             outputs.append(function(*(own[position] for position in range(len(args))), **named))
         if isinstance(outputs[0], tuple):  # with the last state, which is None without a cache

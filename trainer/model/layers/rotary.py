@@ -25,11 +25,13 @@ def original_lengths(config: PreTrainedConfig) -> dict[str, int]:
     """Return the longest row with the original frequencies [tokens], by the kind of rotary positions that have one."""
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for one in (parameters, *parameters.values()):
         if isinstance(one, dict) and (kind := one.get("rope_type")) in (LONGROPE, DYNAMIC):
-            found[kind] = one["original_max_position_embeddings"] if kind == LONGROPE else text.max_position_embeddings
-    return found
+            lengths[kind] = (
+                one["original_max_position_embeddings"] if kind == LONGROPE else text.max_position_embeddings
+            )
+    return lengths
 
 
 def isolate_rows(model: nn.Module, engine_context: int | None) -> None:
@@ -75,7 +77,7 @@ def _forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
     else:
         lengths = lengths.clamp(min=original)
     arguments = {} if layer_type is None else {"layer_type": layer_type}
-    found: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
     for length in lengths.unique().tolist():
         fresh = copy(module)  # the class keeps the frequencies of its last input
         fresh._buffers = dict(module._buffers)
@@ -83,8 +85,8 @@ def _forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | Non
         places = torch.cat([position_ids.clamp(max=length - 1), last], -1)
         own = tuple(part[..., :-1, :] for part in type(module).forward(fresh, x, places, **arguments))
         is_own = (lengths == length)[..., None]
-        found = tuple(torch.where(is_own, new, old) for new, old in zip(own, found or own, strict=True))
-    return found
+        outputs = tuple(torch.where(is_own, new, old) for new, old in zip(own, outputs or own, strict=True))
+    return outputs
 
 
 def _row_lengths(position_ids: Tensor) -> Tensor:

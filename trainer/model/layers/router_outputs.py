@@ -41,9 +41,9 @@ class RouterOutputs:
         """Register the hooks. Do it after `Distributed.prepare`, so that they see outputs as ZeRO-3 hands them on."""
         self._records: list[RouterOutput] | None = None
         self._keeps_logits = False
-        found = routers(decoder)
-        self.num_routers = len(found)
-        for router, index in found:
+        decoder_routers = routers(decoder)
+        self.num_routers = len(decoder_routers)
+        for router, index in decoder_routers:
             router.register_forward_hook(self._hook(index, top_k(decoder)))
 
     @contextmanager
@@ -61,12 +61,12 @@ class RouterOutputs:
                 return
             outputs = output if isinstance(output, tuple) else (output,)
             logits_LE = outputs[index].flatten(0, -2)
-            chosen = next((one for one in outputs if not one.is_floating_point()), None)
-            if chosen is None:  # Llama 4 gives scores of all experts
+            experts = next((one for one in outputs if not one.is_floating_point()), None)
+            if experts is None:  # Llama 4 gives scores of all experts
                 # Detached: the layer computed again under checkpointing must save the same tensors, without the hook's.
-                chosen = logits_LE.detach().topk(num_chosen, dim=-1).indices
-            kept = logits_LE if self._keeps_logits else None
-            self._records.append(RouterOutput(chosen.flatten(0, -2).long(), logits_LE.shape[-1], kept))
+                experts = logits_LE.detach().topk(num_chosen, dim=-1).indices
+            saved_logits = logits_LE if self._keeps_logits else None
+            self._records.append(RouterOutput(experts.flatten(0, -2).long(), logits_LE.shape[-1], saved_logits))
 
         return record
 
@@ -110,10 +110,10 @@ def _coef(decoder: PreTrainedModel, name: str, value: float | None, field: str) 
         )
     if value is not None:
         return value
-    known = config.to_dict().get(field)
-    if known is None:
+    coef = config.to_dict().get(field)
+    if coef is None:
         raise ConfigError(
             f"{setting} takes {field} of the model's config, which {config.model_type} does not have; set "
             f"algorithm.{name} to a number, or to 0 for none"
         )
-    return float(known)
+    return float(coef)

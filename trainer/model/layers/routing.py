@@ -101,12 +101,12 @@ class Routing:
 
         positions_T: positions of the pack. Raises `TrainingError` if there are any, and no routes were given.
         """
-        flipped = [router.flipped for router in self._routers.values() if router.flipped is not None]
-        if len(flipped) < len(self._routers) or not flipped:
+        layer_flips = [router.flipped for router in self._routers.values() if router.flipped is not None]
+        if len(layer_flips) < len(self._routers) or not layer_flips:
             if len(positions_T):
                 raise TrainingError("routes shall be replayed, and the rows of a pack have none")
             return torch.zeros(0, device=positions_T.device)  # the pack of a rank without rows
-        return torch.stack([flipped_L[positions_T] for flipped_L in flipped]).float().mean(0)
+        return torch.stack([flipped_L[positions_T] for flipped_L in layer_flips]).float().mean(0)
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
@@ -121,10 +121,10 @@ class Routing:
 
     def _last_experts(self) -> Tensor:
         """Return the (L, layers, k) experts of the last forward pass, 0 in dense layers."""
-        chosen = {index: router.chosen for index, router in self._routers.items() if router.chosen is not None}
-        assert chosen, "a dense model has no routes"
-        dense = torch.zeros_like(next(iter(chosen.values())))
-        return torch.stack([chosen.get(index, dense) for index in range(self._num_layers)], 1).to(self._dtype)
+        experts = {index: router.chosen for index, router in self._routers.items() if router.chosen is not None}
+        assert experts, "a dense model has no routes"
+        dense = torch.zeros_like(next(iter(experts.values())))
+        return torch.stack([experts.get(index, dense) for index in range(self._num_layers)], 1).to(self._dtype)
 
 
 class _Router:
@@ -156,8 +156,8 @@ class _Router:
     def _routed(self, *args: Any, **kwargs: Any) -> Any:
         if self.given is None and not self.is_recording:
             return self._forward(*args, **kwargs)
-        given = None if self.given is None else self.given.long()  # not kept: four times the bytes of the pack's
-        choice = _Choice(given, num_experts=self._num_experts)
+        experts = None if self.given is None else self.given.long()  # not kept: four times the bytes of the pack's
+        choice = _Choice(experts, num_experts=self._num_experts)
         with choice:
             output = self._forward(*args, **kwargs)
         if choice.num_calls != 1:

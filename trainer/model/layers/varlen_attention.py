@@ -90,8 +90,8 @@ def varlen_attention(
     layout, width = key_layout(packed), _width(query, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the heads without padding
     # Latent attention has wider queries and keys than values.
-    widened = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    q, k, v = (states[0].transpose(0, 1) for states in widened)
+    padded_states = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    q, k, v = (states[0].transpose(0, 1) for states in padded_states)
     if layout.index is not None:
         k, v = k.index_select(0, layout.index), v.index_select(0, layout.index)
     output = varlen_attn(

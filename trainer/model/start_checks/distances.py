@@ -48,10 +48,10 @@ def reach(config: PreTrainedConfig, *, longest: int, device_type: str, budget: i
 def distances(config: PreTrainedConfig) -> dict[str, int]:
     """Return the lengths at which a model begins to compute in another way [tokens], by their names in its config."""
     text = config.get_text_config()
-    found = dict(_numbers_by_name(text.to_dict()))
+    lengths = dict(_numbers_by_name(text.to_dict()))
     if any(one.get("rope_type") == "dynamic" for one in _rope_parameters(text)):
-        found["max_position_embeddings"] = text.max_position_embeddings
-    return found
+        lengths["max_position_embeddings"] = text.max_position_embeddings
+    return lengths
 
 
 def _rope_parameters(text: PreTrainedConfig) -> list[Mapping[str, Any]]:

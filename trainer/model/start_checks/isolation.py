@@ -60,10 +60,10 @@ def check(
     least leak of the recurrent layers tested is 0.04.
     """
     bound = 1e-3 if dtype in (torch.float32, torch.float64) else 0.03
-    found = leak(score, vocab_size=vocab_size, length=length, device=device)
-    if not found <= bound:
+    delta = leak(score, vocab_size=vocab_size, length=length, device=device)
+    if not delta <= bound:
         raise ConfigError(
-            f"{name}: rows of a pack change each other's scores by {found:.2g} on average, expected at most {bound:g}. "
+            f"{name}: rows of a pack change each other's scores by {delta:.2g} on average, expected at most {bound:g}. "
             "It has layers that carry a state from one row to the next and that Lockstep cannot keep apart; set "
             "model.path to a model of a family in docs/models.md"
         )

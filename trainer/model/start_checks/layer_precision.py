@@ -68,20 +68,20 @@ def differences(
     packed = collate([row], [0], device=device)
     layers = marked_layers(policy.causal_lm.get_decoder())
     with torch.no_grad():
-        with _recording(layers) as trained:
+        with _recording(layers) as training_records:
             run(packed)
         model = policy.causal_lm
-        chosen = decoder.attention_of(model)
+        attention = decoder.attention_of(model)
         model.set_attn_implementation("eager")
         try:
             with _recording(layers) as eager:
                 run(packed)
             return [
-                _difference(name, layer, trained[name], eager[name].arguments, dtype=dtype, gather=gather)
+                _difference(name, layer, training_records[name], eager[name].arguments, dtype=dtype, gather=gather)
                 for name, layer in layers.items()
             ]
         finally:
-            model.set_attn_implementation(chosen)
+            model.set_attn_implementation(attention)
 
 
 def check(
@@ -152,9 +152,9 @@ def _difference(
         output = twin(states.float(), *others, **kwargs)
     exact = output[0] if isinstance(output, tuple) else output
     apart = (trained.output.float() - exact).norm(dim=-1).flatten()
-    accepted = OUTPUT[dtype] * exact.norm(dim=-1) + BRANCH[dtype] * (exact - states.float()).norm(dim=-1)
+    tolerance = OUTPUT[dtype] * exact.norm(dim=-1) + BRANCH[dtype] * (exact - states.float()).norm(dim=-1)
     # A token whose embedding is 0, as padding's, can leave the layer as 0: nothing is accepted there, nor apart.
-    parts = torch.where(apart == 0, 0.0, apart / accepted.flatten()).chunk(PARTS)
+    parts = torch.where(apart == 0, 0.0, apart / tolerance.flatten()).chunk(PARTS)
     medians = [part.median().item() for part in parts]
     worst = max(range(len(parts)), key=lambda part: medians[part])
     first = sum(len(part) for part in parts[:worst])

@@ -41,8 +41,8 @@ def rounding_errors(module: nn.Module, size: float) -> Iterator[None]:
         device = states.device
         generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
         noise = torch.rand(states.shape, generator=generator, device=device) * 2 - 1
-        disturbed: Tensor = (states.float() * (1 + size * noise)).to(states.dtype)
-        return (disturbed, *others) if isinstance(output, tuple) else disturbed
+        noisy_states: Tensor = (states.float() * (1 + size * noise)).to(states.dtype)
+        return (noisy_states, *others) if isinstance(output, tuple) else noisy_states
 
     with contextlib.ExitStack() as stack:
         for layer in marked_layers(module).values() if size else ():

@@ -40,5 +40,5 @@ def gigpo(
     _, episode = normalized(inputs)
     states, step = normalized(replace(inputs, rewards_S=turns.returns_K, group_S=turns.state_K, terms=None))
     advantages_K = episode.advantages_S[turns.rollout_K] + step_weight * step.advantages_S
-    anchored = float((states.size_S > 1).double().mean()) if len(advantages_K) else 0.0
-    return Advantages(advantages_K, {"credit/anchored_turns": anchored})
+    anchored_share = float((states.size_S > 1).double().mean()) if len(advantages_K) else 0.0
+    return Advantages(advantages_K, {"credit/anchored_turns": anchored_share})

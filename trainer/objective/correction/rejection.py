@@ -31,20 +31,20 @@ def rejection_mask(
     keep_T = torch.ones_like(rollout_T, dtype=torch.bool)
     if not criteria:
         return keep_T, {}
-    rejected: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
     for name, threshold in criteria.items():
         criterion = REJECTION_CRITERIA[name]
         high = math.log(threshold) if criterion.divergence is k1 else threshold
         value_T = _reduce(criterion.divergence(log_ratio_T), rollout_T, num_rollouts, criterion.level)
         passes_T = (value_T >= -high) & (value_T <= high)  # k2 and k3 are never negative
-        rejected[f"rejected_{name}_frac"] = (~passes_T).sum()
+        counts[f"rejected_{name}_frac"] = (~passes_T).sum()
         keep_T = keep_T & passes_T
-    rejected["rejected_frac"] = (~keep_T).sum()
+    counts["rejected_frac"] = (~keep_T).sum()
 
     count_S = rollout_count(rollout_T, num_rollouts)
     lost_S = rollout_count(rollout_T[~keep_T], num_rollouts)
     num_tokens, num_rollouts_with_tokens = len(rollout_T), int((count_S > 0).sum())
-    metrics = {f"rollout_correction/{name}": int(num) / max(num_tokens, 1) for name, num in rejected.items()}
+    metrics = {f"rollout_correction/{name}": int(num) / max(num_tokens, 1) for name, num in counts.items()}
     lost_share = int((lost_S > 0).sum()) / max(num_rollouts_with_tokens, 1)
     metrics["rollout_correction/rejected_rollouts_frac"] = lost_share
     return keep_T, metrics

@@ -82,15 +82,15 @@ def correction_weights(
     Raises:
         EvidenceError: logprobs that are not finite or whose shapes differ.
     """
-    chosen = CORRECTION_MODES[mode]
+    correction_mode = CORRECTION_MODES[mode]
     _check_evidence(logp_old_T, logp_samp_T, rollout_T)
     with torch.no_grad():
         log_ratio_T = (logp_old_T - logp_samp_T).detach()
-        raw_T = _raw_weights(log_ratio_T, rollout_T, num_rollouts, chosen.granularity)
-        controlled_T, clipped_T = _controlled(raw_T, chosen.control, *bounds)
+        raw_T = _raw_weights(log_ratio_T, rollout_T, num_rollouts, correction_mode.granularity)
+        controlled_T, clipped_T = _controlled(raw_T, correction_mode.control, *bounds)
         weights_T = controlled_T
-        if batch_normalize and chosen.control is not None:
-            weights_T = _normalized(controlled_T, rollout_T, num_rollouts, chosen.granularity)
+        if batch_normalize and correction_mode.control is not None:
+            weights_T = _normalized(controlled_T, rollout_T, num_rollouts, correction_mode.granularity)
         keep_T, metrics = rejection_mask(log_ratio_T, rollout_T, num_rollouts, rejection or {})
     return CorrectionResult(
         weights_T=weights_T,
@@ -105,10 +105,10 @@ def correction_weights(
 @torch.no_grad()
 def token_weights(logp_old_T: Tensor, logp_samp_T: Tensor, *, mode: str, bounds: tuple[float, float]) -> Tensor:
     """Return (T,) the weights of a microbatch. mode: `off`, `none`, or one of token granularity."""
-    chosen = CORRECTION_MODES[mode]
-    assert chosen.granularity is Granularity.TOKEN, f"{mode} needs all tokens of a rollout"
+    correction_mode = CORRECTION_MODES[mode]
+    assert correction_mode.granularity is Granularity.TOKEN, f"{mode} needs all tokens of a rollout"
     ratio_T = bounded(logp_old_T - logp_samp_T).exp()
-    return _controlled(ratio_T, chosen.control, *bounds)[0]
+    return _controlled(ratio_T, correction_mode.control, *bounds)[0]
 
 
 def _controlled(raw_T: Tensor, control: Control | None, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -54,11 +54,11 @@ class LossInputs:
             "advantages_T": self.advantages_T.shape,
             "rollout_T": self.rollout_T.shape,
         }
-        given = {"weights_T": self.weights_T, "sampling_logp_T": self.sampling_logp_T, **self.step_values}
-        shapes |= {name: tensor.shape for name, tensor in given.items() if tensor is not None}
+        tensors = {"weights_T": self.weights_T, "sampling_logp_T": self.sampling_logp_T, **self.step_values}
+        shapes |= {name: tensor.shape for name, tensor in tensors.items() if tensor is not None}
         if len(set(shapes.values())) != 1 or self.logp_T.ndim != 1:
-            found = {name: tuple(shape) for name, shape in shapes.items()}
-            raise ValueError(f"loss inputs must be flat and of one length, one entry per trained token; found {found}")
+            sizes = {name: tuple(shape) for name, shape in shapes.items()}
+            raise ValueError(f"loss inputs must be flat and of one length, one entry per trained token; found {sizes}")
 
     @property
     def seq_log_ratio_S(self) -> Tensor | None:

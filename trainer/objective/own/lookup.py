@@ -30,17 +30,17 @@ def policy_loss_named(name: str) -> PolicyLoss:
     """
     if not names_function(name):
         return POLICY_LOSSES[name]
-    declared = _declared(name, PolicyLoss, setting="loss", num_inputs=lambda loss: 1)
-    return replace(declared, function=checked_loss(declared.function, name))
+    objective = _declared(name, PolicyLoss, setting="loss", num_inputs=lambda loss: 1)
+    return replace(objective, function=checked_loss(objective.function, name))
 
 
 def advantage_named(name: str) -> Advantage:
     """Return an advantage estimator, as `policy_loss_named` does a loss."""
     if not names_function(name):
         return ADVANTAGES[name]
-    declared = _declared(name, Advantage, setting="advantage", num_inputs=lambda found: 2 if found.needs_critic else 1)
-    check = checked_critic_advantage if declared.needs_critic else checked_advantage
-    return replace(declared, function=check(declared.function, name))
+    objective = _declared(name, Advantage, setting="advantage", num_inputs=lambda found: 2 if found.needs_critic else 1)
+    check = checked_critic_advantage if objective.needs_critic else checked_advantage
+    return replace(objective, function=check(objective.function, name))
 
 
 def is_advantage(name: str) -> bool:
@@ -50,8 +50,8 @@ def is_advantage(name: str) -> bool:
     """
     if not names_function(name):
         if name not in POLICY_LOSSES and name not in ADVANTAGES:
-            known = ", ".join([*POLICY_LOSSES, *ADVANTAGES])
-            raise ConfigError(f"{name} is not one of {known}; expected one of them, or path/to/file.py:function")
+            names = ", ".join([*POLICY_LOSSES, *ADVANTAGES])
+            raise ConfigError(f"{name} is not one of {names}; expected one of them, or path/to/file.py:function")
         return name in ADVANTAGES
     function = load_function(name)
     if function in NEEDS:
@@ -62,14 +62,14 @@ def is_advantage(name: str) -> bool:
 
 def _declared(spec: str, kind: type[Kind], *, setting: str, num_inputs: Callable[[Kind], int]) -> Kind:
     function = load_function(spec)
-    decorated, needs = NEEDS.get(function, (kind, {}))
-    if decorated is not kind:
+    decorator_kind, needs = NEEDS.get(function, (kind, {}))
+    if decorator_kind is not kind:
         other = "advantage" if setting == "loss" else "loss"
         raise ConfigError(
             f"{spec} is decorated as the other kind; set algorithm.{other}={spec}, or change its decorator"
         )
     try:
-        declared = kind(function=function, arguments={}, given_in=f"{setting}_settings", **needs)
-        return replace(declared, arguments=own_arguments(function, num_inputs=num_inputs(declared)))
+        objective = kind(function=function, arguments={}, given_in=f"{setting}_settings", **needs)
+        return replace(objective, arguments=own_arguments(function, num_inputs=num_inputs(objective)))
     except TypeError as error:
         raise ConfigError(f"{spec} cannot be a function for algorithm.{setting}: {error}") from error

@@ -29,8 +29,8 @@ def checked_loss(function: Callable[..., Any], spec: str) -> Callable[..., LossO
     @wraps(function)
     def loss(inputs: LossInputs, **settings: Any) -> LossOutputs:
         with _errors_with_place(spec):
-            found = function(inputs, **settings)
-        loss_T, own = (found.loss_T, found.metrics) if isinstance(found, LossOutputs) else (found, {})
+            outputs = function(inputs, **settings)
+        loss_T, own = (outputs.loss_T, outputs.metrics) if isinstance(outputs, LossOutputs) else (outputs, {})
         _check_tensor(loss_T, inputs.logp_T, spec, "one loss per token, which the trainer adds up and divides")
         for name, value in own.items():
             _check_metric(name, value, spec)
@@ -48,8 +48,8 @@ def checked_advantage(function: Callable[..., Any], spec: str) -> Callable[..., 
     @wraps(function)
     def estimate(inputs: AdvantageInputs, **settings: Any) -> Advantages:
         with _errors_with_place(spec):
-            found = function(inputs, **settings)
-        advantages_S, own = found if isinstance(found, Advantages) else (found, {})
+            outputs = function(inputs, **settings)
+        advantages_S, own = outputs if isinstance(outputs, Advantages) else (outputs, {})
         like, unit = (inputs.rewards_S, "rollout") if inputs.turns is None else (inputs.turns.returns_K, "turn")
         _check_tensor(advantages_S, like, spec, f"one advantage per {unit}")
         _check_finite(advantages_S, spec, "advantage")
@@ -66,13 +66,13 @@ def checked_critic_advantage(function: Callable[..., Any], spec: str) -> Callabl
     @wraps(function)
     def estimate(credit: Credit, chosen_N: Tensor, **settings: Any) -> TokenAdvantages:
         with _errors_with_place(spec):
-            found = function(credit, chosen_N, **settings)
-        if not isinstance(found, TokenAdvantages):
-            raise TrainingError(f"{spec} returned {_kind(found)}, expected TokenAdvantages(advantages_N, returns_N)")
-        for name, values_N in zip(("advantage", "return"), found, strict=True):
+            outputs = function(credit, chosen_N, **settings)
+        if not isinstance(outputs, TokenAdvantages):
+            raise TrainingError(f"{spec} returned {_kind(outputs)}, expected TokenAdvantages(advantages_N, returns_N)")
+        for name, values_N in zip(("advantage", "return"), outputs, strict=True):
             _check_tensor(values_N, credit.rewards_N, spec, f"one {name} per trained token of the step")
             _check_finite(values_N, spec, name)
-        return TokenAdvantages(found.advantages_N.detach(), found.returns_N.detach())
+        return TokenAdvantages(outputs.advantages_N.detach(), outputs.returns_N.detach())
 
     return estimate
 

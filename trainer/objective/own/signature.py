@@ -30,9 +30,9 @@ def own_arguments(function: Callable[..., Any], *, num_inputs: int) -> dict[str,
 def _argument(parameter: inspect.Parameter, function: Callable[..., Any]) -> Argument:
     name, annotation, default = parameter.name, _evaluated(parameter.annotation, function), parameter.default
     if get_origin(annotation) is Annotated:
-        kind, *declared = get_args(annotation)
-        if len(declared) == 1 and isinstance(declared[0], Setting):
-            return _checked(name, Argument(type=kind, setting=declared[0]))
+        kind, *metadata = get_args(annotation)
+        if len(metadata) == 1 and isinstance(metadata[0], Setting):
+            return _checked(name, Argument(type=kind, setting=metadata[0]))
         annotation = kind
     if default is parameter.empty:
         raise TypeError(f"its argument {name} has no default; write for example `{name}: float = 1.0`")

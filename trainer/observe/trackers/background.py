@@ -74,13 +74,13 @@ class Background:
     def _work(self) -> None:
         label = self._kind.label
         tracker: LocalTracker | None = None
-        before = tracked = TrackedRun(store="")
+        before = record = TrackedRun(store="")
         memory = tracker_directory(self._session.directory, f"{label.lower()}.json")
         with self._tolerating(label):
             before = read_tracked(memory, self._kind.place(self._session.settings, self._session.directory).store)
-            opened = self._open(replace(self._session, tracked=before))
-            tracked = write_tracked(memory, before, id=opened.id, update=-1)
-            tracker = opened
+            new_tracker = self._open(replace(self._session, tracked=before))
+            record = write_tracked(memory, before, id=new_tracker.id, update=-1)
+            tracker = new_tracker
         while not isinstance(call := self._calls.get(), bool):
             if tracker is None:
                 continue
@@ -88,7 +88,7 @@ class Background:
             with self._tolerating(label):
                 if not (tracker.keeps_first and update <= before.update):
                     tracker.log(update, values)
-                    tracked = write_tracked(memory, tracked, id=tracker.id, update=update)
+                    record = write_tracked(memory, record, id=tracker.id, update=update)
         if tracker is not None:
             with self._tolerating(label):
                 tracker.finish(failed=call)

@@ -68,8 +68,8 @@ class MlflowRun(LocalTracker):
             self._client.set_terminated(self.id, "RUNNING")
             return
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", session.settings.project)
-        found = self._client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found else self._client.create_experiment(experiment, artifacts)
+        record = self._client.get_experiment_by_name(experiment)
+        number = record.experiment_id if record else self._client.create_experiment(experiment, artifacts)
         tags = {} if session.settings.group is None else {"group": session.settings.group}
         self.id = self._client.create_run(number, run_name=session.name, tags=tags).info.run_id
         self._configuration(session.run_config)

@@ -78,6 +78,6 @@ def _markdown(table: Table) -> str:
 def _cell(value: object) -> str:
     """Return the text of a cell, in which nothing is markup."""
     text = str(value)
-    for mark, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
-        text = text.replace(mark, written)
+    for mark, escape in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(mark, escape)
     return text

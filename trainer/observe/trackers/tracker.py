@@ -142,11 +142,11 @@ def tracker_directory(directory: Path, name: str) -> Path:
 def read_tracked(path: Path, store: str) -> TrackedRun:
     """Return the run that a file remembers; a new one if the file is missing, damaged, or about another store."""
     try:
-        found = TrackedRun(**json.loads(path.read_text()))
+        record = TrackedRun(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return TrackedRun(store=store)
-    is_valid = found.store == store and isinstance(found.id, str) and type(found.update) is int
-    return found if is_valid else TrackedRun(store=store)
+    is_valid = record.store == store and isinstance(record.id, str) and type(record.update) is int
+    return record if is_valid else TrackedRun(store=store)
 
 
 def write_tracked(path: Path, tracked: TrackedRun, *, id: str, update: int) -> TrackedRun:

@@ -54,8 +54,8 @@ class TrackioRun(LocalTracker):
         )  # fmt: skip
 
     def log(self, update: int, values: Values) -> None:
-        converted = {name: self._converted(medium) for name, medium in media(values).items()}
-        self._run.log({**numbers(values), **converted}, step=update)
+        objects = {name: self._converted(medium) for name, medium in media(values).items()}
+        self._run.log({**numbers(values), **objects}, step=update)
 
     def _converted(self, medium: Table | Histogram | Page) -> object:
         match medium:

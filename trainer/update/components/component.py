@@ -125,16 +125,16 @@ class TokenSet:
     def share(self, outputs: Outputs) -> tuple[Tensor, Sums]:
         """Return the loss of a microbatch, with weights and denominators, and its sums."""
         shares = {term: term.share(outputs) for term in self.terms}
-        added: dict[Normalized, Tensor] = {}
+        totals: dict[Normalized, Tensor] = {}
         for term, share in shares.items():
             if term.weight and share.loss_T is not None:
                 loss_T = term.weight * share.loss_T
-                added[term.normalized] = added[term.normalized] + loss_T if term.normalized in added else loss_T
-        losses = {normalized: normalized(loss_T, outputs.rollout_T) for normalized, loss_T in added.items()}
+                totals[term.normalized] = totals[term.normalized] + loss_T if term.normalized in totals else loss_T
+        losses = {normalizer: normalizer(loss_T, outputs.rollout_T) for normalizer, loss_T in totals.items()}
         zero = outputs.logp_T.new_zeros(())
         sums: dict[Reporter, Mapping[str, Tensor]] = {term: share.sums for term, share in shares.items()}
         if of_policy := {term.normalized for term in self.terms if term.in_policy_loss}:
-            parts = [loss.detach() for normalized, loss in losses.items() if normalized in of_policy]
+            parts = [loss.detach() for normalizer, loss in losses.items() if normalizer in of_policy]
             sums[self] = {"policy/loss": sum(parts, start=zero)}
         return sum(losses.values(), start=zero), sums
 

@@ -19,7 +19,7 @@ def policy_component(step: RolloutStep) -> Term:
     def share(outputs: Outputs) -> Share:
         logp_T, sampling_logp_T = outputs.logp_T, outputs.sampling_logp_T
         old_T = targets.old.at(outputs.index_T, logp_T)
-        found = step.loss.function(
+        losses = step.loss.function(
             LossInputs(
                 logp_T=logp_T,
                 old_logp_T=old_T,
@@ -31,10 +31,10 @@ def policy_component(step: RolloutStep) -> Term:
                 step_values={name: outputs.at(values_N) for name, values_N in step_values.items()},
             )
         )
-        sums = dict(found.metrics)
+        sums = dict(losses.metrics)
         if targets.credit is not None:
             sums |= {name: sums[own] for name, own in PPO_NAMES.items() if own in sums}
-            sums["ppo/policy/loss"] = found.loss_T.detach().sum()
-        return Share(loss_T=found.loss_T, sums=sums)
+            sums["ppo/policy/loss"] = losses.loss_T.detach().sum()
+        return Share(loss_T=losses.loss_T, sums=sums)
 
     return step.term("policy", share, weight=1.0)

@@ -14,7 +14,7 @@ def value_component(step: RolloutStep) -> Term | None:
 
     def share(outputs: Outputs) -> Share:
         old_values_T, returns_T = outputs.at(credit.values_N), outputs.at(returns_N)
-        found = clipped_value_loss(outputs.values_T, old_values_T, returns_T, clip=algorithm.value_clip)
-        return Share(loss_T=found.loss_T, sums=found.metrics)
+        losses = clipped_value_loss(outputs.values_T, old_values_T, returns_T, clip=algorithm.value_clip)
+        return Share(loss_T=losses.loss_T, sums=losses.metrics)
 
     return step.term("value", share, weight=algorithm.value_coef)

@@ -40,10 +40,10 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
     hold parts of the optimizer's state (ZeRO). Raises `ConfigError` for `adamw_8bit` without bitsandbytes or a GPU, and
     for `muon` on sharded state.
     """
-    made = _build(module, config, is_sharded=is_sharded)
-    for part in made.parts if isinstance(made, Together) else [made]:
+    optimizer = _build(module, config, is_sharded=is_sharded)
+    for part in optimizer.parts if isinstance(optimizer, Together) else [optimizer]:
         part.register_step_post_hook(_uncount_held)
-    return made
+    return optimizer
 
 
 def _build(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool) -> torch.optim.Optimizer:

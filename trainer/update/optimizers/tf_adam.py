@@ -30,8 +30,8 @@ class TFAdamW(torch.optim.AdamW):
 
 def _set_epsilon(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
-        done = next((int(optimizer.state[p]["step"]) for p in group["params"] if p in optimizer.state), 0)
-        group["eps"] = tf_epsilon(group["tf_eps"], group["betas"][1], done + 1)
+        num_steps = next((int(optimizer.state[p]["step"]) for p in group["params"] if p in optimizer.state), 0)
+        group["eps"] = tf_epsilon(group["tf_eps"], group["betas"][1], num_steps + 1)
 
 
 def tf_epsilon(epsilon: float, beta2: float, step: int) -> float:

@@ -33,8 +33,8 @@ def covariance_mask(
     mask_N = inputs.logp_N.new_ones(len(cov_N))
     # The order is drawn for all tokens: a candidate more or less does not change the choice among the others.
     order = torch.randperm(len(cov_N), generator=torch.Generator().manual_seed(inputs.seed))
-    chosen = order[is_candidate_N[order]][: max(int(cov_fraction * len(cov_N)), 1)]
-    mask_N[chosen] = 0
+    indices = order[is_candidate_N[order]][: max(int(cov_fraction * len(cov_N)), 1)]
+    mask_N[indices] = 0
     return {"mask": mask_N}
 
 
