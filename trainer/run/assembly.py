@@ -80,7 +80,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collection:
+class RolloutParts:
     """Parts that sample and score rollouts."""
 
     loop: BackgroundLoop
@@ -151,18 +151,18 @@ class _Assembly:
         engines = self._engines()
         teacher = self._teacher(engines)
         module, shape, updater = self._trained(demonstrations, teacher)
-        sync = average = recovery = collection = evaluate = None
+        sync = average = recovery = rollout_parts = evaluate = None
         if heldout_demonstrations is not None:
             evaluate = self._demonstrations_evaluation(heldout_demonstrations, module)
         if prompts is not None:
-            collection = self._collection(engines, chat, prompts)
+            rollout_parts = self._rollout_parts(engines, chat, prompts)
             sleep_level = config.rollout.sleep_level if engines.colocated else 0
             sync = make_sync(config, distributed, updater, engines=engines.synced, sleep_level=sleep_level)
             average = self._average(updater, teacher)
             recovery = Recovery(
                 engines=engines,
                 distributed=distributed,
-                rollouts=collection.rollouts,
+                rollouts=rollout_parts.rollouts,
                 sync=sync,
                 version=lambda: updater.num_updates,
                 limit=config.rollout.engine_restarts,
@@ -170,12 +170,12 @@ class _Assembly:
             )
             if config.evaluates:
                 self._warn_of_overlap(prompts, heldout)
-                evaluate = self._rollouts_evaluation(heldout, collection, recovery, chat)
+                evaluate = self._rollouts_evaluation(heldout, rollout_parts, recovery, chat)
         trainer = Trainer(
             config,
             distributed=distributed,
             updater=updater,
-            rollouts=collection.rollouts if collection else None,
+            rollouts=rollout_parts.rollouts if rollout_parts else None,
             reference=make_reference(config, distributed, module) if config.has_rollouts else None,
             teacher=teacher if config.plan.teaches_rollouts else None,
             averaged=average,
@@ -196,7 +196,7 @@ class _Assembly:
             evaluate=evaluate,
             teacher=teacher,
             averaged=average,
-            close_collection=collection.close if collection else lambda: None,
+            close_collection=rollout_parts.close if rollout_parts else lambda: None,
         )
 
     # Data
@@ -274,7 +274,7 @@ class _Assembly:
 
     # Rollouts
 
-    def _collection(self, engines: Engines, chat: Chat, prompts: Prompts) -> Collection:
+    def _rollout_parts(self, engines: Engines, chat: Chat, prompts: Prompts) -> RolloutParts:
         """Load the rewards and make the source of rollouts."""
         config = self._config
         rewards = make_rewards(config)
@@ -300,7 +300,7 @@ class _Assembly:
             rewards=rewards,
             prompts=prompts,
         )
-        return Collection(loop=self._loop, sampler=sampler, rewards=rewards, rollouts=rollouts)
+        return RolloutParts(loop=self._loop, sampler=sampler, rewards=rewards, rollouts=rollouts)
 
     # Evaluations
 
@@ -321,12 +321,12 @@ class _Assembly:
         return evaluate
 
     def _rollouts_evaluation(
-        self, heldout: Mapping[str, DataSet], collection: Collection, recovery: Recovery, chat: Chat
+        self, heldout: Mapping[str, DataSet], rollout_parts: RolloutParts, recovery: Recovery, chat: Chat
     ) -> Evaluate:
         """Return an evaluation with rank 0's engine, for which the other ranks wait."""
         from lockstep.trainer.evaluate.evaluator import Evaluator
 
-        loop, rewards, sampler = collection.loop, collection.rewards, collection.sampler
+        loop, rewards, sampler = rollout_parts.loop, rollout_parts.rewards, rollout_parts.sampler
         evaluator = self._distributed.together(
             lambda: (
                 Evaluator(self._config, heldout, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
