@@ -145,10 +145,10 @@ def sampled_rows(engine: EmbeddedEngine, path: Path, number: int) -> list[tuple[
     return rows
 
 
-def slope_and_correlation(found: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    found, exact = found - found.mean(), exact - exact.mean()
-    slope = (found @ exact / (exact @ exact)).item()
-    return slope, (found @ exact / (found.norm() * exact.norm()).clamp(min=1e-30)).item()
+def slope_and_correlation(change: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    change, exact = change - change.mean(), exact - exact.mean()
+    slope = (change @ exact / (exact @ exact)).item()
+    return slope, (change @ exact / (change.norm() * exact.norm()).clamp(min=1e-30)).item()
 
 
 def sent_by(trained: Trained, *, adapters: bool) -> dict[str, torch.Tensor]:

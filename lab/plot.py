@@ -36,8 +36,8 @@ def plot_runs(runs: Sequence[Path], metrics: Sequence[str] | None, out: Path | N
     matplotlib.use("Agg")
     matplotlib.rcParams["text.parse_math"] = False  # names of runs and metrics are text
     runs = [behind_link(run) for run in runs]
-    named = [(run.resolve().name, read_metrics(run / "metrics.jsonl")) for run in runs]
-    figure = _metrics(named, metrics) if metrics else _reward_and_mismatch(named)
+    curves_of_runs = [(run.resolve().name, read_metrics(run / "metrics.jsonl")) for run in runs]
+    figure = _metrics(curves_of_runs, metrics) if metrics else _reward_and_mismatch(curves_of_runs)
     out = out or own_output(runs[0] / ("metrics.png" if metrics else "curves.png"))
     picture = io.BytesIO()
     figure.savefig(picture, dpi=140, format=out.suffix.removeprefix(".") or "png")

@@ -100,8 +100,8 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     with distributed:
         replayer = _Replay(run, config, distributed)
         replayer.say(f"replay of      {redact_text(str(path))}")
-        if named := outside_of(config) if sample else outside_of_update(config):
-            text = redact_text(", ".join(named))
+        if programs := outside_of(config) if sample else outside_of_update(config):
+            text = redact_text(", ".join(programs))
             replayer.say(f"code, programs, addresses and variables used with your rights: {text}")
         if step is None:
             return replayer.train_dump(path)
@@ -161,7 +161,7 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
     if config.has_teacher:  # its scores are saved, so it is not started
         config.teacher = TeacherConfig(path=config.model.path)
     run_names = outside_of(config) if sample else outside_of_update(config)
-    extras = [named for named in run_names if named not in own_names]
+    extras = [name for name in run_names if name not in own_names]
     if extras and not trusts_run:
         raise ConfigError(
             f"{path} names {', '.join(extras)}: a replay would run this code and these programs, and use these "
@@ -217,8 +217,8 @@ def saved_step(run: Path, update: int, *, has_rollouts: bool = True) -> SavedSte
 
 def checkpoints_up_to(run: Path, update: int) -> list[tuple[int, Path]]:
     """Return (update, path) of the checkpoints of a run up to an update by name, the newest first."""
-    named = [(CHECKPOINT.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step-*")]
-    checkpoints = [(int(name[1]), path) for name, path in named if name and int(name[1]) <= update]
+    matches = [(CHECKPOINT.fullmatch(path.name), path) for path in (run / "checkpoints").glob("step-*")]
+    checkpoints = [(int(name[1]), path) for name, path in matches if name and int(name[1]) <= update]
     return sorted(checkpoints, reverse=True)
 
 
@@ -402,8 +402,8 @@ class _Replay:
         sources = [] if demonstrations is None else [demonstrations]
         self._updater = Updater(self._module, distributed, config, given=sources)
         self._updater.num_updates = update
-        named = checkpoints_up_to(run, update)
-        newest, path = next((one for one in named if checkpoint.check(one[1]) is None), (0, None))
+        candidates = checkpoints_up_to(run, update)
+        newest, path = next((one for one in candidates if checkpoint.check(one[1]) is None), (0, None))
         self._console.say(f"weights        {path or config.model.path}")
         self._is_exact = newest == update
         if path is not None:

@@ -75,7 +75,7 @@ PARTICIPLES = frozenset(
         "written",
     ]
 )
-"""Words that are no name of a function or a class, which is a verb or a noun."""
+"""Words that are no name of a function, a class or a variable."""
 
 CITATIONS = {
     r"seed\s+000": '"KL Divergence Analysis" (jphme, gist, 2026)',
@@ -177,11 +177,17 @@ def check_name(name: str) -> list[str]:
 
 
 def check_definitions(source: str) -> Iterator[Finding]:
-    """Yield the functions and classes that are named by a participle alone."""
+    """Yield the functions, classes and local variables that are named by a participle alone."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, kinds) and node.name.strip("_").lower() in PARTICIPLES:
             yield node.lineno, node.name, "a verb for a function, a noun for a class"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from (
+                (name.lineno, name.id, "a noun that says what the value is")
+                for name in ast.walk(node)
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store) and name.id in PARTICIPLES
+            )
 
 
 def check_file(path: str) -> list[Finding]:

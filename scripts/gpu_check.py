@@ -168,13 +168,13 @@ def machine() -> dict[str, str]:
     from lockstep.trainer.run.provenance import provenance
 
     facts = provenance()
-    named = {name: facts["packages"][name] for name in facts["packages"]}
-    named |= {"python": facts["python"], "platform": facts["platform"], "devices": ", ".join(facts["devices"])}
-    named |= {"commit": str(facts["code"]["commit"]), "CUDA of torch": str(torch.version.cuda)}
+    labels = {name: facts["packages"][name] for name in facts["packages"]}
+    labels |= {"python": facts["python"], "platform": facts["platform"], "devices": ", ".join(facts["devices"])}
+    labels |= {"commit": str(facts["code"]["commit"]), "CUDA of torch": str(torch.version.cuda)}
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        named["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    return named
+        labels["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return labels
 
 
 def markdown(results: Sequence[Result], facts: dict[str, str], title: str) -> str:

@@ -206,7 +206,7 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
 def _environment(settings: EnvironmentConfig, turns: int) -> str:
     environment = make_environment(settings.name, **settings.settings)
     tools = [tool["function"]["name"] for tool in environment.tools] if isinstance(environment, ToolEnvironment) else []
-    named = f" with the tool{'s' * (len(tools) > 1)} {', '.join(tools)}" if tools else ""
+    suffix = f" with the tool{'s' * (len(tools) > 1)} {', '.join(tools)}" if tools else ""
     is_deterministic = all(declaration_of(part).is_deterministic for part in parts_of(environment))
     differs = "" if is_deterministic else ", whose answers may differ from run to run"
-    return f"{settings.name}{named}, at most {turns} turn{'s' * (turns > 1)}{differs}"
+    return f"{settings.name}{suffix}, at most {turns} turn{'s' * (turns > 1)}{differs}"

@@ -136,13 +136,13 @@ def _refuse_foreign_code(saved: SavedRun, config: Config, words: Sequence[str]) 
     if saved.path.resolve().is_relative_to(Path(config.run_root).resolve()):
         return
     usual = outside_of(Config())
-    named = [text for text in outside_of(config) if text not in usual and not any(text in word for word in words)]
+    programs = [text for text in outside_of(config) if text not in usual and not any(text in word for word in words)]
     if config.model.trust_remote_code and not sets(words, "model.trust_remote_code"):
-        named.append("code that ships with the model (model.trust_remote_code=true)")
-    if named:
+        programs.append("code that ships with the model (model.trust_remote_code=true)")
+    if programs:
         raise ConfigError(
-            f"{saved.path} is not below run_root={config.run_root} and names {', '.join(named)}, which would be used "
-            "with your rights; type the settings that name them, or set run_root to its directory if you trust it"
+            f"{saved.path} is not below run_root={config.run_root} and names {', '.join(programs)}, which would be "
+            "used with your rights; type the settings that name them, or set run_root to its directory if you trust it"
         )
 
 

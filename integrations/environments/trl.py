@@ -58,8 +58,8 @@ class TRLEnvironment(ToolEnvironment):
             raise ConfigError("no factory is set; set environment.settings.factory=path/to/file.py:ClassName")
         super().__init__(prompt_column=prompt_column, system_prompt=system_prompt)
         self._make_toolbox = partial(Toolbox, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
-        named = factory if isinstance(factory, Mapping) else {None: factory}
-        self._factories = {name: load_function(one) if isinstance(one, str) else one for name, one in named.items()}
+        factories = factory if isinstance(factory, Mapping) else {None: factory}
+        self._factories = {name: load_function(one) if isinstance(one, str) else one for name, one in factories.items()}
         self._column = column if isinstance(factory, Mapping) else None
         self._timeout_s = tool_timeout_s
         self._instance: Any = None

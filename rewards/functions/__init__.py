@@ -5,6 +5,8 @@ from typing import Any
 
 from lockstep.rollout.on_demand import OnDemand
 
+GYM_PREFIX, GYM_COLUMN = "reasoning_gym:", "reasoning_gym"
+"""Beginning of a data path that names a task of reasoning-gym, and the column that the reward of its tasks reads."""
 JUDGES = {
     "llm_judge": "judges.scored:LlmJudge",
     "rubric_judge": "judges.rubric:RubricJudge",

@@ -201,10 +201,10 @@ def _whole(text: str, *, is_word: bool = False) -> Number | None:
     """
     text = text.rstrip(" \n*_`'\"“”‘’.,;:?").lstrip(" \n#*_`'\"“”‘’,;:?")
     text = _ARROW.sub("", text, count=1) if _ARROW.match(text) else text
-    named = re.fullmatch(r"(.*)([=≈:])(.*)", text, re.DOTALL)
-    if named is not None:
-        head, text = re.sub(r"\(\w*\)|_\w+", "", named[1]), named[3].strip()
-        if re.search(r"[<>≤≥≠^]", head) or (re.search(r"\d", head) and (re.search(_WORD, head) or named[2] == ":")):
+    equation = re.fullmatch(r"(.*)([=≈:])(.*)", text, re.DOTALL)
+    if equation is not None:
+        head, text = re.sub(r"\(\w*\)|_\w+", "", equation[1]), equation[3].strip()
+        if re.search(r"[<>≤≥≠^]", head) or (re.search(r"\d", head) and (re.search(_WORD, head) or equation[2] == ":")):
             return None
     while text[:1] in ("(", "[") and text[-1:] in (")", "]") and "," not in text:
         text = text[1:-1].strip()

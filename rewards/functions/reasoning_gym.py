@@ -21,14 +21,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.rewards.functions import GYM_COLUMN, GYM_PREFIX
 from lockstep.rewards.functions.answers import reference
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.safe_text import error_text
 
-PREFIX = "reasoning_gym:"
-"""Beginning of a path that names a task."""
-COLUMN = "reasoning_gym"
 RESERVED = ("seed", "size")
 """Parameters that every task has."""
 UNREADABLE_ANSWER = "?"
@@ -56,7 +54,7 @@ def reasoning_gym(rollout: Rollout, *, tag: str = "answer") -> float:
     tag: the text in the last `<tag>...</tag>` of the last turn is the answer; without such a tag, the whole turn is.
     Raises `ConfigError` without reasoning-gym, `DataError` for a row of other data.
     """
-    record = json.loads(reference(rollout, COLUMN))
+    record = json.loads(reference(rollout, GYM_COLUMN))
     text = rollout.answer
     matches = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
     answer = matches[-1].strip() if matches else text
@@ -88,24 +86,26 @@ def make_task(task: str, parameters: Mapping[str, Any], *, seed: int = 0, size: 
     names = sorted(DATASETS.keys() - {"composite"})
     if task not in names:
         raise ConfigError(
-            f"{PREFIX}{task}: reasoning-gym has no such task{_closest(task, names)}; its tasks are {', '.join(names)}"
+            f"{GYM_PREFIX}{task}: reasoning-gym has no such task{_closest(task, names)}; its tasks are "
+            f"{', '.join(names)}"
         )
     fields = {field.name: field for field in dataclasses.fields(DATASETS[task][1]) if field.name not in RESERVED}
     for name, value in parameters.items():
         if name not in fields:
             raise ConfigError(
-                f"{PREFIX}{task} has no parameter {name}{_closest(name, list(fields))}; it has "
+                f"{GYM_PREFIX}{task} has no parameter {name}{_closest(name, list(fields))}; it has "
                 f"{', '.join([*fields, *RESERVED])}"
             )
         if not _fits(value, fields[name].type):
             raise ConfigError(
-                f"{PREFIX}{task}: {name}={value!r} must be {fields[name].type}; set data.parameters.{name}"
+                f"{GYM_PREFIX}{task}: {name}={value!r} must be {fields[name].type}; set data.parameters.{name}"
             )
     try:
         return create_dataset(task, seed=seed, size=size, **parameters)
     except Exception as error:  # each task checks its parameters in its own way
         raise ConfigError(
-            f"{PREFIX}{task} refuses data.parameters={dict(parameters)}: {error_text(error) or type(error).__name__}"
+            f"{GYM_PREFIX}{task} refuses data.parameters={dict(parameters)}: "
+            f"{error_text(error) or type(error).__name__}"
         ) from error
 
 

@@ -182,7 +182,7 @@ def stored_model(
     targets = _targets(model, tensors, own)
     missing = {name for name in info["missing_keys"] if not name.startswith(role.new)}
     unexpected = {name for name in info["unexpected_keys"] if not _is_ignorable(name, role, model)}
-    unfit = {f"{name} {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info["mismatched_keys"]}
+    unfit = {f"{name} {tuple(actual)}, expected {tuple(shape)}" for name, actual, shape in info["mismatched_keys"]}
     if not loading:  # else of quantized weights
         unfit |= {
             f"{name} of {tensor.dtype}, expected floating point"
@@ -193,9 +193,9 @@ def stored_model(
         }
     if missing or unexpected or unfit:
         lists = {"missing": missing, "unexpected": unexpected, "unfit": unfit}
-        found = "; ".join(f"{len(names)} {kind} ({first_names(names)})" for kind, names in lists.items() if names)
+        summary = "; ".join(f"{len(names)} {kind} ({first_names(names)})" for kind, names in lists.items() if names)
         hint = _hint(role, missing, unexpected, config)
-        raise ConfigError(f"{place} does not hold the tensors of a {kind.__name__}: {found}. {hint}{remedy}")
+        raise ConfigError(f"{place} does not hold the tensors of a {kind.__name__}: {summary}. {hint}{remedy}")
     if role is LANGUAGE_MODEL and (other := OF_TRANSFORMERS & {*(config.architectures or ())} - {kind.__name__}):
         raise ConfigError(
             f"{place}: config.json has architectures {first_names(other)}, which the engine would load, and the "

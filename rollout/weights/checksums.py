@@ -39,9 +39,9 @@ def describe_differences(weights: Iterable[tuple[str, torch.Tensor]], engine_che
     wrong = [(group, count) for group, count in different.most_common() if count]
     if not wrong:
         return f"{scope}, and they equal the sent ones: the fault is in the engine's computation"
-    named = ", ".join(f"{group} ({count} of {counts[group]})" for group, count in wrong[:SHOWN_GROUPS])
+    summary = ", ".join(f"{group} ({count} of {counts[group]})" for group, count in wrong[:SHOWN_GROUPS])
     more = f" and {len(wrong) - SHOWN_GROUPS} more groups" if len(wrong) > SHOWN_GROUPS else ""
-    return f"different from the sent weights: {named}{more}; {scope}"
+    return f"different from the sent weights: {summary}{more}; {scope}"
 
 
 def _digests(weights: Iterable[tuple[str, torch.Tensor]], held: Mapping[str, str]) -> Iterable[tuple[str, str]]:

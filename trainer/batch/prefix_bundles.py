@@ -47,14 +47,14 @@ def plan_bundles(rows: Sequence[np.ndarray], *, num_ranks: int, token_budget: in
     plans = []
     for limit in sorted(limits, reverse=True):
         bundles = _bundles(order, lengths, overlaps, limit=limit)
-        made = plan(
+        candidate = plan(
             [bundle.num_tokens for bundle in bundles],
             num_ranks=num_ranks,
             token_budget=token_budget,
             costs=[bundle.cost for bundle in bundles],
         )
-        plans.append(_of_rows(made, bundles, num_tokens=sum(lengths)))
-    return min(plans, key=lambda made: made.cost)
+        plans.append(_of_rows(candidate, bundles, num_tokens=sum(lengths)))
+    return min(plans, key=lambda candidate: candidate.cost)
 
 
 def _bundles(order: Sequence[int], lengths: Sequence[int], overlaps: Sequence[int], *, limit: int) -> list[Bundle]:

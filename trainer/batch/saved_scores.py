@@ -67,7 +67,7 @@ class SavedScores:
             if not path.is_file():
                 raise FileNotFoundError("the file is missing, or no regular file")
             with safe_open(path, framework="numpy") as file:
-                named = [file.get_tensor(name) for name in (DIGESTS, COUNTS) if name in set(file.keys())]
+                digests_and_counts = [file.get_tensor(name) for name in (DIGESTS, COUNTS) if name in set(file.keys())]
                 num_tokens, top_k = file.get_slice(f"{PREFIX}top_ids").get_shape()
                 (version,) = file.get_tensor(f"{PREFIX}version").tolist()
                 teacher = (file.metadata() or {}).get(TEACHER, "")
@@ -76,12 +76,12 @@ class SavedScores:
                 f"{path} has no scores of a teacher: {error}; expected one that a run with a teacher and "
                 "logger.save_rollouts=true wrote"
             ) from error
-        if len(named) < 2:
+        if len(digests_and_counts) < 2:
             raise DataError(
                 f"{path} does not say which tokens were scored, like all files of earlier versions; expected an array "
                 f"{DIGESTS}; train the step again, or take one of a newer run"
             )
-        digests, counts = named
+        digests, counts = digests_and_counts
         starts = np.concatenate([[0], np.cumsum(counts)])
         is_sound = (counts.dtype, counts.ndim, digests.dtype) == (np.int64, 1, np.uint8) and counts.min(initial=0) >= 0
         if not is_sound or digests.shape != (len(counts), DIGEST_BYTES) or starts[-1] != num_tokens:

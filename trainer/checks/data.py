@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lockstep.rewards.functions.reasoning_gym import COLUMN, PREFIX
+from lockstep.rewards.functions import GYM_COLUMN, GYM_PREFIX
 from lockstep.rollout.environments import declaration, declared_parts, environment_class
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.trainer.checks.declared import value_problems
@@ -20,7 +20,6 @@ from lockstep.trainer.config.paths import file_exists, path_exists
 from lockstep.trainer.config.prepared import data_command
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import is_file, is_made, path_problem, read_first_row
-from lockstep.trainer.data.gym_rows import check_task
 from lockstep.trainer.data.prompts import OF_ENVIRONMENT, prepared, rows_of_environment
 from lockstep.trainer.data.row_check import RowCheck
 from lockstep.trainer.data.split import seeds
@@ -76,10 +75,12 @@ def data_problems(
 def made_data_problems(sets: Sequence[DataSetConfig], data: DataConfig, rewards: Sequence[str]) -> Iterator[str]:
     """Yield one sentence per problem of seeds, of a task of reasoning-gym, its parameters, and the reward for it."""
     made_sets = {(data_set.path, str(data_set.parameters)): data_set for data_set in sets if is_made(data_set.path)}
-    tasks = [data_set for data_set in made_sets.values() if data_set.path.startswith(PREFIX)]
+    tasks = [data_set for data_set in made_sets.values() if data_set.path.startswith(GYM_PREFIX)]
     for data_set in made_sets.values():
         try:
             if data_set in tasks:
+                from lockstep.trainer.data.gym_rows import check_task  # other runs do not load it
+
                 check_task(data_set.path, data_set.parameters or {})
             else:
                 seeds(data_set.path, data_set.split or "train")
@@ -90,10 +91,10 @@ def made_data_problems(sets: Sequence[DataSetConfig], data: DataConfig, rewards:
             f"data.parameters={data.parameters} is for tasks of reasoning-gym, found data.path="
             f"{data.path}; set data.path=reasoning_gym:<task>, or leave data.parameters out"
         )
-    if COLUMN in rewards and sets and not any(data_set in tasks or is_file(data_set.path) for data_set in sets):
+    if GYM_COLUMN in rewards and sets and not any(data_set in tasks or is_file(data_set.path) for data_set in sets):
         yield (
-            f"the reward {COLUMN} scores rows of data.path=reasoning_gym:<task>, found {sets[0].path}; set data.path, "
-            "or another reward, for example reward.functions=[exact_match]"
+            f"the reward {GYM_COLUMN} scores rows of data.path=reasoning_gym:<task>, found {sets[0].path}; set "
+            "data.path, or another reward, for example reward.functions=[exact_match]"
         )
 
 

@@ -303,11 +303,11 @@ def environment_problems(settings: EnvironmentConfig, max_turns: int) -> Iterato
 def _part_problems(part: Environment | RunsItself) -> Iterator[str]:
     """Yield the problem of a class that its driver cannot play."""
     name, declaration = type(part).__name__, declaration_of(part)
-    lacks = [method for method in ("reset", "step") if not callable(getattr(part, method, None))]
-    if lacks and declaration.driver is turn_by_turn:
+    missing = [method for method in ("reset", "step") if not callable(getattr(part, method, None))]
+    if missing and declaration.driver is turn_by_turn:
         yield (
-            f"environment {name} has no method {' and '.join(lacks)}, which the driver turn_by_turn calls; write what "
-            "is missing, or declare the driver that plays it (docs/environments.md)"
+            f"environment {name} has no method {' and '.join(missing)}, which the driver turn_by_turn calls; write "
+            "what is missing, or declare the driver that plays it (docs/environments.md)"
         )
 
 

@@ -52,8 +52,10 @@ def _has_login() -> bool:
         name in text for text in map(_text, (own, Path("wandb/settings"))) for name in ("base_url", "api_key", "mode")
     ):
         return True
-    named = os.environ.get("NETRC")
-    return any(_is_known(path) for path in ([Path(named)] if named else [home / ".netrc", home / "_netrc"]))
+    path_of_login = os.environ.get("NETRC")
+    return any(
+        _is_known(path) for path in ([Path(path_of_login)] if path_of_login else [home / ".netrc", home / "_netrc"])
+    )
 
 
 def _is_known(path: Path) -> bool:

@@ -19,8 +19,8 @@ from lockstep.trainer.setting import names_function
 def code_of_files(config: Config) -> list[str]:
     """Return the `path/to/file.py:name` of reward functions, environments, tools, agents, losses and advantages."""
     environments = [name for name, *_ in declared_parts(config.environment.name, config.environment.settings)]
-    named = [*config.reward.functions, *environments, *_texts(config.environment.settings)]
-    return list(dict.fromkeys([*filter(names_function, named), *code_of_objective(config.algorithm)]))
+    texts = [*config.reward.functions, *environments, *_texts(config.environment.settings)]
+    return list(dict.fromkeys([*filter(names_function, texts), *code_of_objective(config.algorithm)]))
 
 
 def code_of_objective(algorithm: AlgorithmConfig) -> list[str]:
@@ -37,8 +37,8 @@ def outside_of_update(config: Config) -> list[str]:
 
 def hashes(algorithm: AlgorithmConfig) -> dict[str, str]:
     """Return the SHA-256 of the file of each loss or advantage that is a user's, by the setting that records it."""
-    named = {kind: getattr(algorithm, kind) for kind in ("loss", "advantage")}
-    return {f"{kind}_sha256": file_sha256(spec) for kind, spec in named.items() if names_function(spec)}
+    names = {kind: getattr(algorithm, kind) for kind in ("loss", "advantage")}
+    return {f"{kind}_sha256": file_sha256(spec) for kind, spec in names.items() if names_function(spec)}
 
 
 def outside_of(config: Config) -> list[str]:

@@ -32,7 +32,6 @@ from lockstep.trainer.credit.old_policy import OldPolicy
 from lockstep.trainer.objective.advantages.critic import Credit
 from lockstep.trainer.objective.advantages.inputs import AdvantageInputs, Advantages, RewardTerms, TurnInputs
 from lockstep.trainer.objective.correction.weights import kl_penalized_advantages
-from lockstep.trainer.objective.distillation.sampled import teacher_advantages
 from lockstep.trainer.objective.kl import k3
 from lockstep.trainer.objective.own.lookup import advantage_named
 from lockstep.trainer.objective.per_rollout import rollout_max, rollout_sum
@@ -161,6 +160,8 @@ def penalized(
     if old_N is None:  # implies that nothing of the following is configured (`StepPlan.old`)
         return advantages_N
     if teacher is not None:
+        from lockstep.trainer.objective.distillation.sampled import teacher_advantages  # other runs do not load it
+
         advantages_N = advantages_N + teacher_advantages(old_N, teacher.logp_N, coef=algorithm.teacher_coef)
     if logprobs.ref_N is not None and algorithm.kl_place == "reward":
         advantages_N = advantages_N - algorithm.kl_coef * (old_N - logprobs.ref_N)

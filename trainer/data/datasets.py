@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.rewards.functions.reasoning_gym import PREFIX
+from lockstep.rewards.functions import GYM_PREFIX
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS
 from lockstep.rollout.errors import DataError, LockstepError
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.paths import file_exists
-from lockstep.trainer.data.gym_rows import gym_rows
 from lockstep.trainer.data.reader import UNREADABLE, Record, Row, Rows, every, file_records, reason, silent
 from lockstep.trainer.data.split import SEEDS, seeds
 
@@ -49,7 +48,7 @@ def is_file(path: str) -> bool:
 
 def is_made(path: str) -> bool:
     """True if a path names rows that are made when they are loaded: a task of reasoning-gym, or seeds."""
-    return path.startswith((PREFIX, SEEDS))
+    return path.startswith((GYM_PREFIX, SEEDS))
 
 
 def path_problem(path: str) -> str | None:
@@ -92,7 +91,9 @@ def load_rows(
     task. say: told of the progress. Raises `DataError` if the data cannot be loaded, is empty, or has rows that cannot
     be read, `ConfigError` for rows that cannot be made.
     """
-    if path.startswith(PREFIX):
+    if path.startswith(GYM_PREFIX):
+        from lockstep.trainer.data.gym_rows import gym_rows  # other runs do not load it
+
         return Rows.of(gym_rows(path, split, parameters or {}))
     import datasets
     from datasets.exceptions import DatasetGenerationError

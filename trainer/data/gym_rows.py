@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.rewards.functions.reasoning_gym import COLUMN, PREFIX, make_task, write_entry
+from lockstep.rewards.functions import GYM_COLUMN, GYM_PREFIX
+from lockstep.rewards.functions.reasoning_gym import make_task, write_entry
 from lockstep.rollout.errors import ConfigError, DataError, error_named
 from lockstep.trainer.data.split import is_heldout
 
@@ -30,7 +31,7 @@ SPLITS = ("train", "test")
 def check_task(path: str, parameters: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the path names no task, or the task does not take these parameters."""
     own, size, seed = _parsed(parameters)
-    make_task(path.removeprefix(PREFIX), own, seed=seed, size=size)
+    make_task(path.removeprefix(GYM_PREFIX), own, seed=seed, size=size)
 
 
 def gym_rows(path: str, split: str, parameters: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -44,7 +45,7 @@ def gym_rows(path: str, split: str, parameters: Mapping[str, Any]) -> list[dict[
             f"{path} has the splits train and test, found {split!r}; set data.split=train data.heldout_split=test"
         )
     check_task(path, parameters)
-    rows = _draw_rows(path.removeprefix(PREFIX), json.dumps(dict(parameters), sort_keys=True))
+    rows = _draw_rows(path.removeprefix(GYM_PREFIX), json.dumps(dict(parameters), sort_keys=True))
     split_rows = [row for row in rows if is_heldout(row["question"]) == (split == "test")]
     if not split_rows:
         raise DataError(f"{path} has no {split} rows among {len(rows)}; raise data.parameters.size")
@@ -81,7 +82,7 @@ def _draw_rows(task: str, parameters: str) -> list[dict[str, str]]:
         answer = json.loads(child.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         lines = child.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {child.returncode}"]
-        raise DataError(f"{PREFIX}{task}: the rows could not be drawn: {lines[-1]}") from None
+        raise DataError(f"{GYM_PREFIX}{task}: the rows could not be drawn: {lines[-1]}") from None
     if "error" in answer:
         raise error_named(*answer["error"]) or DataError(answer["error"][1])
     return answer["rows"]
@@ -91,12 +92,12 @@ def _draw(task: str, parameters: Mapping[str, Any]) -> list[dict[str, str]]:
     own, size, seed = _parsed(parameters)
     rows = []
     for entry in questions(task, own, seed=seed, size=size):
-        row = {"question": entry["question"], COLUMN: write_entry(entry, task, own)}
+        row = {"question": entry["question"], GYM_COLUMN: write_entry(entry, task, own)}
         rows.append(row if entry["answer"] is None else {**row, "answer": str(entry["answer"])})
         if len(rows) == size:
             return rows
     raise ConfigError(
-        f"{PREFIX}{task} has too few different questions: {len(rows)} of {size} in {size * MAX_ROUNDS} draws; "
+        f"{GYM_PREFIX}{task} has too few different questions: {len(rows)} of {size} in {size * MAX_ROUNDS} draws; "
         f"set data.parameters.size={len(rows)}, or parameters with more of them"
     )
 

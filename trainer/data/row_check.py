@@ -9,8 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.rewards.functions import FUNCTIONS, ISOLATED
-from lockstep.rewards.functions.reasoning_gym import COLUMN
+from lockstep.rewards.functions import FUNCTIONS, GYM_COLUMN, ISOLATED
 from lockstep.rollout.chat.messages import normalize_messages
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import environment_of
@@ -20,7 +19,7 @@ from lockstep.rollout.errors import DataError, TemplateError
 from lockstep.rollout.records import Rollout
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 
-WITH_FIXED_COLUMN = {"demo_answer": "answer", COLUMN: COLUMN}
+WITH_FIXED_COLUMN = {"demo_answer": "answer", GYM_COLUMN: GYM_COLUMN}
 """Columns of built-in rewards that have no setting for theirs."""
 
 
@@ -29,8 +28,10 @@ class RowCheck:
 
     def __init__(self, environment: EnvironmentConfig, reward: RewardConfig) -> None:
         self._environment = make_environment(environment.name, **environment.settings)
-        named = {name: dict(reward.settings.get(name) or {}) for name in reward.functions}
-        self._rewards = [(name, column, own) for name, own in named.items() if (column := _column(name, own))]
+        settings_by_name = {name: dict(reward.settings.get(name) or {}) for name in reward.functions}
+        self._rewards = [
+            (name, column, own) for name, own in settings_by_name.items() if (column := _column(name, own))
+        ]
 
     def __call__(self, row: Mapping[str, Any]) -> None:
         """Raise `DataError` for a row that cannot be used."""

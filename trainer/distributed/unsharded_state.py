@@ -116,9 +116,9 @@ def _of_shards(directory: Path, zero_stage: int) -> tuple[Read, set[str]]:
         shards = [_shard(_load(file)["optimizer_state_dict"], zero_stage) for file in _files(directory, "optim")]
         shapes = _load(_files(directory, "model")[0])["param_shapes"]
     places = {}
-    for group, named in enumerate(shapes):
-        spans = _by_slices(shards, group, named) if zero_stage < 3 else _by_division(len(shards), named)
-        places |= {name: _Place(group, shape, spans[name]) for name, shape in named.items()}
+    for group, group_shapes in enumerate(shapes):
+        spans = _by_slices(shards, group, group_shapes) if zero_stage < 3 else _by_division(len(shards), group_shapes)
+        places |= {name: _Place(group, shape, spans[name]) for name, shape in group_shapes.items()}
 
     def read(name: str) -> WholeParameter:
         group, shape, spans = places[name]

@@ -67,10 +67,10 @@ def check_adapters(engine: ServerEngine, config: Config) -> None:
     round."""
     lora, others = config.model.lora, config.model.adapters
     if others and not engine.takes_adapters:
-        named = ", ".join(f"{name}: {path}" for name, path in others.items())
+        summary = ", ".join(f"{name}: {path}" for name, path in others.items())
         raise ConfigError(
             f"{engine.name} takes no adapters; restart it with `python scripts/serve_engine.py "
-            f"'model.adapters={{{named}}}'`"
+            f"'model.adapters={{{summary}}}'`"
         )
     if others:
         return  # only evaluation and gateways have them, which send nothing; the server knows the names

@@ -175,8 +175,8 @@ def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
     if isinstance(peft_config.init_lora_weights, str) and peft_config.init_lora_weights not in PLAIN_INITS:
         beyond.append("init_lora_weights")
     if beyond:
-        named = ", ".join(f"{name}={typed(settings[name])}" for name in beyond)
-        raise ConfigError(f"{setting}={path} has {named}, {PLAIN_ONLY}")
+        summary = ", ".join(f"{name}={typed(settings[name])}" for name in beyond)
+        raise ConfigError(f"{setting}={path} has {summary}, {PLAIN_ONLY}")
     return peft_config
 
 

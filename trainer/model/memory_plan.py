@@ -90,8 +90,8 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, int]:
         """Return the non-zero parts in bytes, by name."""
-        named = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        return {name: size for name, size in named.items() if size and name != "engine sleeps"}
+        sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return {name: size for name, size in sizes.items() if size and name != "engine sleeps"}
 
     def table(self) -> str:
         cells = [f"{name} {size / GIB:.3g}" for name, size in self.parts().items()]

@@ -206,9 +206,9 @@ class RunConsole:
         else:
             shortest = SHOWN_SHARE * metrics.get("time/step", 0.0)
             columns = (c for c in self._columns if not c.is_stage or metrics.get(c.key, 0.0) > shortest)
-            named = "  ".join(f"{column.name} {column.cell(metrics)}" for column in columns)
+            cells = "  ".join(f"{column.name} {column.cell(metrics)}" for column in columns)
             drops = f"  dropped {drops}" if drops else ""
-            self.say(f"update {update}/{self._total_updates}  {named}{drops}  {self._remaining}".rstrip())
+            self.say(f"update {update}/{self._total_updates}  {cells}{drops}  {self._remaining}".rstrip())
         self._rows += 1
 
     def _table_row(self, update: int, metrics: Mapping[str, float]) -> None:

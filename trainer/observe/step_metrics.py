@@ -18,7 +18,6 @@ from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.credit.targets import Logprobs, reference_metrics
 from lockstep.trainer.objective.correction.mismatch import mismatch_metrics
 from lockstep.trainer.objective.correction.weights import CorrectionResult
-from lockstep.trainer.objective.distillation.sampled import teacher_metrics
 from lockstep.trainer.stopwatch import Stopwatch
 
 IDLE_STAGES = ("rollout", "reward", "wait")
@@ -85,6 +84,8 @@ def trained_rollout_metrics(
     old_N = trained_N if logprobs.old.logp_N is None else logprobs.old.logp_N
     metrics |= correction.metrics | reference_metrics(old_N, logprobs.ref_N, batch)
     if batch.teacher is not None:
+        from lockstep.trainer.objective.distillation.sampled import teacher_metrics  # other runs do not load it
+
         metrics |= teacher_metrics(trained_N, batch.teacher.logp_N, batch.teacher.top_logp_NE)
     return metrics
 

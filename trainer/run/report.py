@@ -77,8 +77,8 @@ class Reporter:
                 from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, write_scores  # other runs do not load it
 
                 with self.log.tolerating("saving scores of the teacher"):
-                    named = self._config.teacher.identity
-                    write_scores(path.with_suffix(FILE_SUFFIX), batch.rows, batch.teacher, teacher=named)
+                    identity = self._config.teacher.identity
+                    write_scores(path.with_suffix(FILE_SUFFIX), batch.rows, batch.teacher, teacher=identity)
         settings = self._config.logger
         every = settings.wandb_media_every
         if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,11 +33,13 @@ from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
 from lockstep.trainer.run.interrupt import TERMINATED, Interrupt
 from lockstep.trainer.run.library_logs import ThirdPartyLog
 from lockstep.trainer.run.next_steps import resume_command
-from lockstep.trainer.run.profiling import StepProfiler
 from lockstep.trainer.run.provenance import with_hashes
 from lockstep.trainer.run.report import Reporter
 from lockstep.trainer.run.state import launcher_of, open_metrics, restore_state, save_model, save_state, state_of
 from lockstep.trainer.update.schedule import is_due
+
+if TYPE_CHECKING:
+    from lockstep.trainer.run.profiling import StepProfiler
 
 
 def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: None) -> None:
@@ -93,12 +97,12 @@ class Life:
             step_timeout_s=config.step_timeout_s,
             ends_run=config.on_step_timeout == "end",
         )
-        self._profiler = StepProfiler(
-            directory.profile,
-            rank=distributed.rank,
-            steps=config.profile_steps if config.profile else 0,
-            say=console.say,
-        )
+        self._profiler: StepProfiler | None = None
+        if config.profile:
+            from lockstep.trainer.run.profiling import StepProfiler  # other runs do not load it
+
+            steps = config.profile_steps
+            self._profiler = StepProfiler(directory.profile, rank=distributed.rank, steps=steps, say=console.say)
         self._reporter: Reporter | None = None
         """None on ranks other than 0."""
         self._saved_at = 0
@@ -155,7 +159,8 @@ class Life:
             error.add_note(self._rescue(parts, whole, error))
             raise
         finally:
-            self._profiler.close()
+            if self._profiler is not None:
+                self._profiler.close()
             self._console.end()
             if self._reporter is not None:
                 self._reporter.log.close()
@@ -174,7 +179,7 @@ class Life:
         settings = self._config.rollout
         batch_size = settings.prompts_per_step * settings.samples_per_prompt if self._config.has_rollouts else 0
         with (
-            self._profiler.step(),
+            self._profiler.step() if self._profiler else nullcontext(),
             self._console.rollouts(batch_size) as on_bar,
             self._console.progress(f"update {parts.trainer.version + 1}", batch_size) as lines,
         ):

@@ -173,8 +173,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 "after every failed update"
             )
         try:
-            for named in receive(self._groups, update_info.buckets()):
-                self._staged.extend(named)
+            for tensors in receive(self._groups, update_info.buckets()):
+                self._staged.extend(tensors)
         except BaseException:
             self._staged, self._groups = [], None
             raise

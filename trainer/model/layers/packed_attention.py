@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
@@ -29,7 +29,9 @@ from transformers.masking_utils import sdpa_mask
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.batch.prefixes import Prefix
 from lockstep.trainer.model.layers import autocast, varlen_attention
-from lockstep.trainer.model.layers.chunked_attention import QueryScale, chunks
+
+if TYPE_CHECKING:
+    from lockstep.trainer.model.layers.chunked_attention import QueryScale
 
 PACKED_ROWS = "packed_rows"
 """Name of the implementation in transformers' registry (`attn_implementation`)."""
@@ -122,6 +124,8 @@ def packed_rows_attention(
         places = torch.arange(query.shape[2], device=query.device) if packed is None else packed.position_ids
         query = (query * query_scale.at(places)[:, None]).to(query.dtype)
     if packed is not None and chunk_size is not None:
+        from lockstep.trainer.model.layers.chunked_attention import chunks  # other models do not load it
+
         packed = chunks(packed, chunk_size)
     scores = Scores(**{field.name: kwargs.pop(field.name, None) for field in fields(Scores)})
     scaling, sliding_window, written_out = scores.scaling, scores.sliding_window, scores.are_written_out

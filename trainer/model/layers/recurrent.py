@@ -105,8 +105,8 @@ def _row_by_row(function: Callable[..., Any], sequential: _Sequential) -> Callab
         outputs = []
         for row in range(len(lengths)):
             own = {name: parts[name][row] if name in parts else value for name, value in arguments.items()}
-            named = {name: value for name, value in own.items() if isinstance(name, str) and name != "cu_seqlens"}
-            outputs.append(function(*(own[position] for position in range(len(args))), **named))
+            keywords = {name: value for name, value in own.items() if isinstance(name, str) and name != "cu_seqlens"}
+            outputs.append(function(*(own[position] for position in range(len(args))), **keywords))
         if isinstance(outputs[0], tuple):  # with the last state, which is None without a cache
             return torch.cat([output for output, _ in outputs], sequential.dim), None
         return torch.cat(outputs, sequential.dim)

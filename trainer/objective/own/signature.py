@@ -23,8 +23,8 @@ def own_arguments(function: Callable[..., Any], *, num_inputs: int) -> dict[str,
     if len(inputs) != num_inputs:
         names = ", ".join(parameter.name for parameter in inputs) or "none"
         raise TypeError(f"it takes {num_inputs} positional argument(s), found {names}; write a `*` before its settings")
-    named = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    return {parameter.name: _argument(parameter, function) for parameter in named}
+    keywords = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    return {parameter.name: _argument(parameter, function) for parameter in keywords}
 
 
 def _argument(parameter: inspect.Parameter, function: Callable[..., Any]) -> Argument:

@@ -6,11 +6,10 @@ from lockstep.trainer.objective.kl import kl_term
 from lockstep.trainer.update.components.component import Outputs, RolloutStep, Share, Term
 
 
-def kl_component(step: RolloutStep) -> Term | None:
-    """Return the term of an optimizer step; None without a reference, or with the penalty in the reward."""
-    algorithm, targets = step.algorithm, step.targets
-    if (ref_logp_N := targets.ref_logp_N) is None or algorithm.kl_place != "loss":
-        return None
+def kl_component(step: RolloutStep) -> Term:
+    """Return the term of an optimizer step, which has a reference."""
+    algorithm, targets, ref_logp_N = step.algorithm, step.targets, step.targets.ref_logp_N
+    assert ref_logp_N is not None
 
     def share(outputs: Outputs) -> Share:
         old_T = targets.old.at(outputs.index_T, outputs.logp_T)

@@ -8,28 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from lockstep.rollout.on_demand import OnDemand
 from lockstep.trainer.update.components.component import RolloutStep, Term
-from lockstep.trainer.update.components.entropy_component import entropy_component
-from lockstep.trainer.update.components.kl_component import kl_component
-from lockstep.trainer.update.components.policy_component import policy_component
-from lockstep.trainer.update.components.router_component import router_component
-from lockstep.trainer.update.components.teacher_component import teacher_component
-from lockstep.trainer.update.components.value_component import value_component
 
-ON_ROLLOUTS: dict[str, Callable[[RolloutStep], Term | None]] = {
-    "policy": policy_component,
-    "kl": kl_component,
-    "entropy": entropy_component,
-    "value": value_component,
-    "router": router_component,
-    "teacher": teacher_component,
+IS_PART: dict[str, Callable[[RolloutStep], bool]] = {
+    "policy": lambda step: True,
+    "kl": lambda step: step.targets.ref_logp_N is not None and step.algorithm.kl_place == "loss",
+    "entropy": lambda step: True,
+    "value": lambda step: step.targets.credit is not None,
+    "router": lambda step: True,
+    "teacher": lambda step: step.algorithm.teacher_divergence != "off",
 }
-"""In the order in which their losses are added."""
+"""True if the component is part of the loss, or is measured; in the order in which their losses are added."""
+ON_ROLLOUTS = OnDemand[Callable[[RolloutStep], Term]](
+    str(__package__), {name: f"{name}_component:{name}_component" for name in IS_PART}
+)
 
 
 def rollout_terms(step: RolloutStep) -> list[Term]:
     """Return the terms of an optimizer step; a collective. While the critic trains alone, the others are measured."""
-    terms = [term for component in ON_ROLLOUTS.values() if (term := component(step)) is not None]
+    terms = [ON_ROLLOUTS[name](step) for name, is_part in IS_PART.items() if is_part(step)]
     if step.trains_critic_alone:
         return [term if term.name == "value" else replace(term, weight=0.0) for term in terms]
     return terms

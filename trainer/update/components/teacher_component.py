@@ -21,11 +21,9 @@ from lockstep.trainer.objective.distillation.divergence import divergence
 from lockstep.trainer.update.components.component import Outputs, RolloutStep, Share, Term, mean_over
 
 
-def teacher_component(step: RolloutStep) -> Term | None:
-    """Return the term of an optimizer step; None without a divergence."""
-    algorithm = step.algorithm
-    if (kind := algorithm.teacher_divergence) == "off":
-        return None
+def teacher_component(step: RolloutStep) -> Term:
+    """Return the term of an optimizer step with a divergence."""
+    algorithm, kind = step.algorithm, step.algorithm.teacher_divergence
     weight, beta = algorithm.teacher_divergence_coef, algorithm.teacher_divergence_beta
     return divergence_term("teacher", step.batch, kind=kind, beta=beta, weight=weight, num_tokens=step.num_tokens)
 

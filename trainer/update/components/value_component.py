@@ -6,11 +6,11 @@ from lockstep.trainer.objective.value_loss import clipped_value_loss
 from lockstep.trainer.update.components.component import Outputs, RolloutStep, Share, Term
 
 
-def value_component(step: RolloutStep) -> Term | None:
-    """Return the term of an optimizer step; None without a critic."""
+def value_component(step: RolloutStep) -> Term:
+    """Return the term of an optimizer step, which has a critic."""
     algorithm, credit, returns_N = step.algorithm, step.targets.credit, step.targets.returns_N
-    if credit is None or returns_N is None:
-        return None
+    assert credit is not None
+    assert returns_N is not None
 
     def share(outputs: Outputs) -> Share:
         old_values_T, returns_T = outputs.at(credit.values_N), outputs.at(returns_N)

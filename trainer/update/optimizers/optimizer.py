@@ -47,10 +47,10 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, *, is_sharded: bo
 
 
 def _build(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool) -> torch.optim.Optimizer:
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    parameters = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     lr = config.peak_lr
     critic_scale = (config.critic_lr or lr) / lr
-    groups = parameter_groups(named, config.weight_decay, critic_scale=critic_scale)
+    groups = parameter_groups(parameters, config.weight_decay, critic_scale=critic_scale)
     adam: dict[str, Any] = {"lr": lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
@@ -63,8 +63,8 @@ def _build(module: nn.Module, config: OptimizerConfig, *, is_sharded: bool) -> t
     if config.name == "muon":
         if is_sharded:
             raise ConfigError(MUON_UNDER_ZERO)
-        hidden = {n: p for n, p in named if p.ndim == 2 and not any(part in n for part in NOT_IN_LAYERS)}
-        others = [(n, p) for n, p in named if n not in hidden]
+        hidden = {n: p for n, p in parameters if p.ndim == 2 and not any(part in n for part in NOT_IN_LAYERS)}
+        others = [(n, p) for n, p in parameters if n not in hidden]
         muon = torch.optim.Muon(
             parameter_groups(hidden.items(), config.weight_decay, critic_scale=critic_scale),
             lr=lr,
