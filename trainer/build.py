@@ -27,9 +27,9 @@ CHAT_LIMIT_S = 300.0
 """Time limit for loading a tokenizer, also from the hub, and rendering short conversations [s]."""
 
 
-def vocab_size_of(path: str, config: Config) -> int:
+def vocab_size_of(path: str, *, trust_remote_code: bool) -> int:
     """Return the number of ids of the model at `path`."""
-    model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    model = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     size: int = model.get_text_config().vocab_size
     return size
 

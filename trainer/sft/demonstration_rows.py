@@ -173,7 +173,7 @@ def tokenized(
                     chat,
                     max_tokens=config.demonstrations.max_tokens,
                     min_reward=config.demonstrations.min_reward,
-                    vocab_size=vocab_size_of(config.model.path, config),
+                    vocab_size=vocab_size_of(config.model.path, trust_remote_code=config.model.trust_remote_code),
                     say=say,
                 )
                 for one in sets.values()

@@ -61,7 +61,7 @@ class SavedTeacher:
                 f"algorithm.teacher_divergence_top_k={top_k}; {advice}, or score the rows again with "
                 "teacher.source=model teacher.path=<model>"
             )
-        vocab_size = vocab_size_of(config.model.path, config)
+        vocab_size = vocab_size_of(config.model.path, trust_remote_code=config.model.trust_remote_code)
         for file in files:
             ids = file.between(0, len(file.digests), top_k=file.top_k).top_ids
             if ids.max(initial=0) >= vocab_size:

@@ -246,9 +246,8 @@ def test_a_server_must_quantize_as_the_run_says(
     of_server: str | None, of_run: str | None, stored: str | None, message: str | None
 ) -> None:
     engine: Any = SimpleNamespace(name="the engine", quantization=of_server)
-    made = config(rollout__quantization=of_run)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        check_quantization(engine, made, stored=stored)
+        check_quantization(engine, of_run, stored=stored)
 
 
 def test_an_adapter_to_train_further_is_not_sampled_with(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ STEPS = (range(0, 3), range(3, 5))
 
 @pytest.fixture(autouse=True)
 def _vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, config: VOCAB_SIZE)
+    monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, **settings: VOCAB_SIZE)
 
 
 def step(numbers: range) -> tuple[list[Rollout], StepBatch]:
@@ -124,7 +124,7 @@ def test_too_few_probable_tokens_are_refused(run: Path) -> None:
 
 
 def test_tokens_that_the_student_does_not_have_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, config: 5)
+    monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, **settings: 5)
     made = demonstrations(STEPS[0])
     with pytest.raises(DataError, match="but the student has 5 ids"):
         opened(run, [made])
