@@ -107,7 +107,7 @@ def engine_settings(config: Config, **placed: Any) -> EngineSettings:
         "max_model_len": settings.max_model_len,
         "context": config.engine_context,
         "quantization": settings.quantization,
-        "adapters": adapter_settings(config),
+        "adapters": adapter_settings(config.model, settings, correction_mode=config.correction.mode),
         "return_routes": config.plan.replays_engine,
         "batch_invariant": settings.batch_invariant,
         "seed": config.seed,
