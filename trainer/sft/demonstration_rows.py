@@ -87,7 +87,10 @@ class Demonstrations:
         distributed.together(lambda: refuse_long(sets or (), config))
         if config.demonstrations.teacher_divergence == "off" or config.teacher.source != "saved":
             return cls(config, distributed, sets)
-        saved_teacher = distributed.together(lambda: SavedTeacher.open(config, distributed, sets, say=say))
+        top_k = config.plan.teacher_top_k
+        saved_teacher = distributed.together(
+            lambda: SavedTeacher.open(data_sets.values(), config.model, distributed, sets, top_k=top_k, say=say)
+        )
         return cls(config, distributed, sets, teacher=saved_teacher)
 
     def take_teacher(self, teacher: Teacher | None) -> None:

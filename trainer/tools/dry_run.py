@@ -50,7 +50,7 @@ from lockstep.trainer.data.prompt_filter import make_prompts
 from lockstep.trainer.data.prompts import Row, heldout_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
-from lockstep.trainer.engines.start import check_engine
+from lockstep.trainer.engines.start import check_engine, engine_settings
 from lockstep.trainer.engines.teacher_prompts import FIELD, SOLUTION
 from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 from lockstep.trainer.model.layers.routing import refuse_dense
@@ -103,7 +103,9 @@ def dry_run(config: Config) -> None:
         chat = make_chat(config)
         if config.has_rollouts:
             refuse_dense(config.model, config.correction.routing_replay)
-            check_engine(config)
+            engine = engine_settings(config)
+            if config.rollout.engine != "server":
+                check_engine(engine)
         refuse_unfit_teacher(config)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
