@@ -16,7 +16,7 @@ def run(config: Config) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    settings = make_gateway_settings(config)
+    settings = make_gateway_settings(config.gateway, config.model)
     urls = ", ".join(config.rollout.urls)
     print(f"waiting for {urls} ..." if urls else f"starting the engine with {config.model.path} ...", flush=True)
     with open_engine(config) as engine:

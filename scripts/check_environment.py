@@ -91,7 +91,7 @@ def examine_with(flags: argparse.Namespace, config) -> None:
     from lockstep.lab.environments.journal import (
         Journal,
     )  # after the settings are checked: torch loads slowly
-    from lockstep.lab.environments.kit import examine
+    from lockstep.lab.environments.kit import findings, record
     from lockstep.lab.environments.subject import Options
 
     options = Options(
@@ -104,7 +104,8 @@ def examine_with(flags: argparse.Namespace, config) -> None:
         reads=tuple(flags.reads),
     )
     with os.fdopen(flags.journal, "w") as file:
-        examine(config, options, Journal(file), accepted=flags.accept)
+        journal = Journal(file)
+        record(findings(config, options, journal), journal, accepted=flags.accept)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
 from lockstep.trainer.model.chosen import with_chosen
-from lockstep.trainer.model.memory_plan import GIB, MemoryPlan, cache_gib_left, memory_plan
+from lockstep.trainer.model.memory_plan import GIB, cache_gib_left, memory_plan
 from lockstep.trainer.model.shape import ModelShape
 from scripts.generated import ROOT, filled, main
 from scripts.recipes.plan import compose_config, shape_of, sharding_of
@@ -103,16 +103,12 @@ def cells(model: str, gpus: int, rollout: str, rank: int) -> list[str]:
             plan = memory_plan(shape, choice, sharding, on_gpu=True)
             left = f"{cache_gib_left(plan, available=available):.0f} GiB" if rollout == "colocated" else "the servers'"
         except ConfigError:
-            refused_gib = smallest(shape, config, sharding).total / GIB
+            least = replace(config, token_budget=ROW_TOKENS, model=replace(config.model, gradient_checkpointing=True))
+            refused_gib = memory_plan(shape, least, sharding, on_gpu=True).total / GIB
             continue
         checkpointing = "yes" if choice.is_checkpointed else "no"
         return [launch.name, f"{choice.pack_tokens:,}", checkpointing, left, f"{plan.total / GIB:.0f} GiB"]
     return [LAUNCHES[gpus][-1].name, "refused", "yes", "none", f"{refused_gib:.1f} GiB"]
-
-
-def smallest(shape: ModelShape, config: Config, sharding: Sharding) -> MemoryPlan:
-    model = replace(config.model, gradient_checkpointing=True)
-    return memory_plan(shape, replace(config, token_budget=ROW_TOKENS, model=model), sharding, on_gpu=True)
 
 
 def peers() -> Iterator[str]:

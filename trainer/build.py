@@ -19,6 +19,8 @@ from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.errors import ConfigError, TemplateError
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.outputs_settings import GatewayConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.policy import Policy
@@ -27,9 +29,9 @@ CHAT_LIMIT_S = 300.0
 """Time limit for loading a tokenizer, also from the hub, and rendering short conversations [s]."""
 
 
-def vocab_size_of(path: str, config: Config) -> int:
+def vocab_size_of(path: str, *, trust_remote_code: bool) -> int:
     """Return the number of ids of the model at `path`."""
-    model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    model = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     size: int = model.get_text_config().vocab_size
     return size
 
@@ -83,14 +85,13 @@ def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
         max_turns=config.max_turns,
         call_timeout_s=environment.call_timeout_s,
         seed=config.seed,
-        gateway=make_gateway_settings(config),
+        gateway=make_gateway_settings(config.gateway, config.model),
     )
 
 
-def make_gateway_settings(config: Config) -> GatewaySettings:
-    settings = config.gateway
-    model_name = settings.model_name or Path(config.model.path).name
-    if model_name in config.model.adapters:
+def make_gateway_settings(settings: GatewayConfig, model: ModelConfig) -> GatewaySettings:
+    model_name = settings.model_name or Path(model.path).name
+    if model_name in model.adapters:
         raise ConfigError(
             f"model.adapters: {model_name} is the name of the model without adapters; choose another, or set "
             "gateway.model_name"
@@ -101,7 +102,7 @@ def make_gateway_settings(config: Config) -> GatewaySettings:
         api_key=settings.api_key,
         model_name=model_name,
         max_request_mib=settings.max_request_mib,
-        adapters=tuple(config.model.adapters),
+        adapters=tuple(model.adapters),
     )
 
 

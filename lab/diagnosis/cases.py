@@ -60,17 +60,22 @@ class Case:
 async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Case]:
     """Sample all cases with the run's settings, deterministically. Raises `EngineError` and `DataError`."""
     sampling = make_sampling(config, chat, temperature=config.rollout.temperature)
+    data = training_data(config)
+    order = Prompts(data, seed=config.seed, shuffle=config.data.shuffle)
+    prompts = order.take(min(TRAINING_PROMPTS, sum(map(len, data))))
+    sampler = make_sampler(config, engine=engine, chat=chat)
     text, single, multi, training_path = await asyncio.gather(
         _plain_text(config.seed, engine, chat, sampling),
         _conversations(config.seed, engine, chat, sampling, follow_ups=()),
         _conversations(config.seed, engine, chat, sampling, follow_ups=FOLLOW_UPS),
-        _training_path(config, engine, chat, sampling),
+        # The first prompts of the run, as its first step would sample them.
+        sampler.collect(prompts, samples_per_prompt=SAMPLES_PER_PROMPT, sampling=sampling, step=0),
     )
     return [
         Case(name="simple_text", purpose="plain text, no chat template", rollouts=text),
         Case(name="single_turn", purpose="one question through the chat template", rollouts=single),
         Case(name="multi_turn", purpose="questions follow", rollouts=multi),
-        Case(name="training_path", purpose="the run's data, environment and sampler", rollouts=training_path),
+        Case(name="training_path", purpose="the run's data, environment and sampler", rollouts=tuple(training_path)),
     ]
 
 
@@ -105,12 +110,3 @@ async def _conversations(
     return tuple(
         await sampler.collect(examples, samples_per_prompt=SAMPLES_PER_PROMPT, sampling=sampling, step=len(follow_ups))
     )
-
-
-async def _training_path(config: Config, engine: Engine, chat: Chat, sampling: Sampling) -> tuple[Rollout, ...]:
-    """Sample the first prompts of the run as its first step would."""
-    data = training_data(config)
-    order = Prompts(data, seed=config.seed, shuffle=config.data.shuffle)
-    prompts = order.take(min(TRAINING_PROMPTS, sum(map(len, data))))
-    sampler = make_sampler(config, engine=engine, chat=chat)
-    return tuple(await sampler.collect(prompts, samples_per_prompt=SAMPLES_PER_PROMPT, sampling=sampling, step=0))

@@ -8,7 +8,7 @@ Not covered: whether the task can be learned, and whether a reward that passes t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
@@ -37,13 +37,10 @@ START_LIMIT_S = 300.0
 OpenEngine = Callable[[Config], AbstractContextManager[EnginePool]]
 
 
-def examine(config: Config, options: Options, journal: Journal, *, accepted: Sequence[str] = ()) -> None:
-    """Examine the environment of a configuration and write the findings to the journal.
-
-    accepted: names of checks whose failures are notes. Raises `LockstepError` if model, data or engine cannot be used.
-    """
+def record(findings: Iterable[Finding], journal: Journal, *, accepted: Sequence[str] = ()) -> None:
+    """Write findings to the journal. accepted: names of checks whose failures are notes."""
     quiet_third_parties()
-    for finding in findings(config, options, journal):
+    for finding in findings:
         if finding.check in accepted and finding.verdict is Verdict.FAILS:
             finding = replace(finding, verdict=Verdict.NOTE, sentence=f"accepted: {finding.sentence}")
         journal.add(finding)
@@ -53,7 +50,10 @@ def examine(config: Config, options: Options, journal: Journal, *, accepted: Seq
 def findings(
     config: Config, options: Options, journal: Journal, *, open_engine: OpenEngine = open_engine
 ) -> Iterator[Finding]:
-    """Yield the findings in the order of the table."""
+    """Examine the environment of a configuration, and yield the findings in the order of the table.
+
+    Raises `LockstepError` if model, data or engine cannot be used.
+    """
     config.reward.timeout_s = min(config.reward.timeout_s, options.deadline_s)
     config.reward.on_error, config.reward.max_error_rate = {}, 1.0  # an error is a finding here, not the end
     with journal.doing("the loading of model, data and rewards", limit_s=START_LIMIT_S):

@@ -150,7 +150,7 @@ class Subject:
             make_environment=make,
             max_turns=self.config.max_turns,
             seed=self.config.seed,
-            gateway=make_gateway_settings(self.config),
+            gateway=make_gateway_settings(self.config.gateway, self.config.model),
         )
         collect = partial(sampler.collect, sampling=self.sampling, step=0)
         try:

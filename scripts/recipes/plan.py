@@ -90,11 +90,35 @@ class Plan:
     processes: int
     memory: MemoryPlan
     zero_stage: int
-    hours: Hours | None
+    shape: ModelShape
+
+    @property
+    def hours(self) -> Hours | None:
+        """Hours that the recipe's assumed rates give; None without them."""
+        assumptions = self.recipe.assumed
+        if assumptions is None:
+            return None
+        config, algorithm, processes = self.config, self.config.algorithm, self.processes
+        rollouts = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+        batches = config.updates / (algorithm.epochs * algorithm.minibatches)
+        rate = assumptions.tokens_per_s * processes
+        length = assumptions.sampled_tokens + assumptions.read_tokens
+        flops = update_flops(self.shape, [length]) * rollouts
+        # A forward pass is a third of an update: recomputed layers, old logprobs, logprobs of the reference.
+        passes = algorithm.epochs * (1 + config.is_checkpointed / 3) + (1 + bool(algorithm.kl_coef)) / 3
+        every = config.eval.every
+        evaluations = (config.updates // every if every else 0) + config.eval.before_training
+        return Hours(
+            sampling=batches * rollouts * assumptions.sampled_tokens / rate / 3600,
+            training=batches * flops * passes / (PEAK_TFLOPS * 1e12 * MFU * processes) / 3600,
+            evaluation=evaluations * assumptions.heldout_rollouts * assumptions.sampled_tokens / rate / 3600,
+            fixed=batches * FIXED_S / 3600,
+        )
 
     @property
     def gpu_hours(self) -> float | None:
-        return None if self.hours is None else self.hours.total * max(1, self.recipe.gpus and self.processes)
+        hours = self.hours
+        return None if hours is None else hours.total * max(1, self.recipe.gpus and self.processes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,30 +180,7 @@ def make_plan(recipe: Recipe, *, processes: int | None = None, extra: tuple[str,
         processes=ranks,
         memory=memory_plan(shape, config, sharding, on_gpu=bool(recipe.gpus)),
         zero_stage=sharding.zero_stage,
-        hours=estimate(recipe, config, shape, ranks),
-    )
-
-
-def estimate(recipe: Recipe, config: Config, shape: ModelShape, processes: int) -> Hours | None:
-    """Estimate the hours of a run from the recipe's assumed rates; None without them."""
-    assumptions = recipe.assumed
-    if assumptions is None:
-        return None
-    algorithm = config.algorithm
-    rollouts = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    batches = config.updates / (algorithm.epochs * algorithm.minibatches)
-    rate = assumptions.tokens_per_s * processes
-    length = assumptions.sampled_tokens + assumptions.read_tokens
-    flops = update_flops(shape, [length]) * rollouts
-    # A forward pass is a third of an update: recomputed layers, old logprobs, logprobs of the reference.
-    passes = algorithm.epochs * (1 + config.is_checkpointed / 3) + (1 + bool(algorithm.kl_coef)) / 3
-    every = config.eval.every
-    evaluations = (config.updates // every if every else 0) + config.eval.before_training
-    return Hours(
-        sampling=batches * rollouts * assumptions.sampled_tokens / rate / 3600,
-        training=batches * flops * passes / (PEAK_TFLOPS * 1e12 * MFU * processes) / 3600,
-        evaluation=evaluations * assumptions.heldout_rollouts * assumptions.sampled_tokens / rate / 3600,
-        fixed=batches * FIXED_S / 3600,
+        shape=shape,
     )
 
 

@@ -32,7 +32,18 @@ def algorithm_problems(config: Config) -> Iterator[str]:
     if config.plan.has_critic:
         yield from _critic(algorithm, config.correction, config.model, config.optimizer)
     yield from _sampling(rollout)
-    yield from _distillation(config)
+    if not config.has_teacher:
+        yield from _missing_teacher(algorithm)
+    elif config.teacher.source != "model":
+        yield from _self_distillation(config.teacher, reward_coef=algorithm.reward_coef)
+    if config.has_teacher and config.plan.teaches_rollouts:
+        yield from _distillation(algorithm, rollout, has_critic=config.plan.has_critic)
+    elif config.has_teacher and config.demonstrations.teacher_divergence == "off":
+        yield (
+            f"teacher.path={config.teacher.path} with teacher.source={config.teacher.source} is not used by algorithm="
+            f"{algorithm.name}; set algorithm=opd, algorithm.teacher_coef=1 or "
+            "algorithm.teacher_divergence=reverse, or teacher.path=null teacher.source=model"
+        )
     if config.share_prefixes == "always" and config.model.attention != "packed_rows":
         yield (
             f"share_prefixes=always needs rows that attend to tokens of other rows, found model.attn_implementation="
@@ -171,25 +182,16 @@ def _critic(
         )
 
 
-def _distillation(config: Config) -> Iterator[str]:
-    algorithm, rollout, teacher = config.algorithm, config.rollout, config.teacher
-    if not config.has_teacher:
-        if algorithm.teacher_coef or algorithm.teacher_divergence != "off" or algorithm.reward_coef != 1:
-            yield (
-                f"algorithm={algorithm.name} learns from a teacher, found teacher.path=null; set teacher.path="
-                "<directory or hub id of a model with the policy's tokenizer>, or teacher.source=policy or average"
-            )
-        return
-    if teacher.source != "model":
-        yield from _self_distillation(teacher, reward_coef=algorithm.reward_coef)
-    if not config.plan.teaches_rollouts:
-        if config.demonstrations.teacher_divergence == "off":
-            yield (
-                f"teacher.path={teacher.path} with teacher.source={teacher.source} is not used by algorithm="
-                f"{algorithm.name}; set algorithm=opd, algorithm.teacher_coef=1 or "
-                "algorithm.teacher_divergence=reverse, or teacher.path=null teacher.source=model"
-            )
-        return
+def _missing_teacher(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.teacher_coef or algorithm.teacher_divergence != "off" or algorithm.reward_coef != 1:
+        yield (
+            f"algorithm={algorithm.name} learns from a teacher, found teacher.path=null; set teacher.path="
+            "<directory or hub id of a model with the policy's tokenizer>, or teacher.source=policy or average"
+        )
+
+
+def _distillation(algorithm: AlgorithmConfig, rollout: RolloutConfig, *, has_critic: bool) -> Iterator[str]:
+    """Yield settings that do not go with a teacher of rollouts."""
     if rollout.temperature != 1:
         yield (
             f"rollout.temperature={rollout.temperature} with a teacher: engines score prompts at temperature 1, and "
@@ -201,7 +203,7 @@ def _distillation(config: Config) -> Iterator[str]:
             "teacher over all of it have no common distribution; set rollout.top_p=1 rollout.top_k=0 rollout.min_p=0 "
             "rollout.replay_support=false"
         )
-    if config.plan.has_critic:
+    if has_critic:
         yield (
             f"algorithm.advantage={algorithm.advantage} trains a critic, which does not learn from a teacher; set "
             "algorithm.advantage=grpo or teacher.path=null teacher.source=model"

@@ -6,14 +6,16 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from lockstep.rollout.system.addresses import is_loopback
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.outputs_settings import ServerConfig
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 
 EXAMPLE = "[http://127.0.0.1:8000]"
 
 
-def engine_problems(config: Config) -> Iterator[str]:
-    settings = config.rollout
+def engine_problems(
+    settings: RolloutConfig, sync: SyncConfig, server: ServerConfig, *, correction_mode: str
+) -> Iterator[str]:
     if settings.engine == "server" and not settings.urls:
         yield f"rollout.engine=server needs addresses of servers; set rollout.urls={EXAMPLE}"
     if settings.engine != "server" and settings.urls:
@@ -26,18 +28,17 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, when rollout.engine="
             "colocated sleeps; set rollout.sleep_level=0, or rollout.max_staleness=0"
         )
-    mode = config.correction.mode
-    if settings.quantization is not None and not CORRECTION_MODES[mode].corrects_tokens:
+    if settings.quantization is not None and not CORRECTION_MODES[correction_mode].corrects_tokens:
         yield (
             f"rollout.quantization={settings.quantization} samples from another distribution than the trainer's, "
-            f"which correction.mode={mode} does not correct per token; set correction=token_truncate"
+            f"which correction.mode={correction_mode} does not correct per token; set correction=token_truncate"
         )
     yield from url_problems("rollout.urls", settings.urls)
-    if config.sync.address is not None:
-        yield from _address_problems(config.sync.address, settings.urls)
-    if settings.api_key_env is None and not is_loopback(config.server.host):
+    if sync.address is not None:
+        yield from _address_problems(sync.address, settings.urls)
+    if settings.api_key_env is None and not is_loopback(server.host):
         yield (
-            f"server.host={config.server.host} without a key lets every client that reaches it replace the weights of "
+            f"server.host={server.host} without a key lets every client that reaches it replace the weights of "
             "the server; set rollout.api_key_env=LOCKSTEP_ENGINE_KEY, or server.host=127.0.0.1"
         )
 

@@ -63,7 +63,8 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
             problems += algorithm_problems(config)
             problems += correction_problems(config.correction, config.algorithm, config.model)
             problems += asynchrony_problems(config)
-            problems += engine_problems(config)
+            mode = config.correction.mode
+            problems += engine_problems(config.rollout, config.sync, config.server, correction_mode=mode)
         problems += launch_problems(config.optimizer, config.model)
         problems += model_problems(config.model, config.teacher)
         problems += data_problems(config.data, config.eval.sets, config.environment)

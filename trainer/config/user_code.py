@@ -16,11 +16,11 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import names_function
 
 
-def code_of_files(config: Config) -> list[str]:
+def code_of_files(environment: EnvironmentConfig, reward: RewardConfig, algorithm: AlgorithmConfig) -> list[str]:
     """Return the `path/to/file.py:name` of reward functions, environments, tools, agents, losses and advantages."""
-    environments = [name for name, *_ in declared_parts(config.environment.name, config.environment.settings)]
-    texts = [*config.reward.functions, *environments, *_texts(config.environment.settings)]
-    return list(dict.fromkeys([*filter(names_function, texts), *code_of_objective(config.algorithm)]))
+    environments = [name for name, *_ in declared_parts(environment.name, environment.settings)]
+    texts = [*reward.functions, *environments, *_texts(environment.settings)]
+    return list(dict.fromkeys([*filter(names_function, texts), *code_of_objective(algorithm)]))
 
 
 def code_of_objective(algorithm: AlgorithmConfig) -> list[str]:
@@ -50,7 +50,7 @@ def outside_of(config: Config) -> list[str]:
         if part.opens:  # whole: a key of another name may start a program in the next version of a package
             settings_json = json.dumps(settings, default=str)
             uses.append(f"{part.opens}, of environment {name} with the settings {settings_json}")
-    return list(dict.fromkeys([*code_of_files(config), *uses]))
+    return list(dict.fromkeys([*code_of_files(config.environment, config.reward, config.algorithm), *uses]))
 
 
 def runs_unisolated(reward: RewardConfig) -> bool:

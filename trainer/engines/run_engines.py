@@ -67,7 +67,19 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
     if config.rollout.engine == "colocated":
-        return _colocated(config, distributed, loop=loop, logs=logs)
+        own = distributed.together(
+            lambda: EmbeddedEngine(
+                engine_settings(
+                    config,
+                    local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+                    **_memory(config, distributed),
+                ),
+                loop=loop,
+                log_path=logs / ("engine.log" if distributed.is_main else f"engine-{distributed.rank}.log"),
+                name=f"the engine of rank {distributed.rank}",
+            )
+        )
+        return _colocated(own, distributed, loop=loop, timeout_s=config.rollout.request_timeout_s + PEER_GRACE_S)
 
     def start() -> Engines:
         if not distributed.is_main:
@@ -79,22 +91,10 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
     return distributed.together(start)
 
 
-def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+def _colocated(own: EmbeddedEngine, distributed: Distributed, *, loop: BackgroundLoop, timeout_s: float) -> Engines:
+    """Connect rank 0 to the engines of the other ranks. own: that of this rank."""
     from lockstep.rollout.server.remote_rank_engine import EngineService, RemoteRankEngine  # of colocated engines alone
 
-    rank = distributed.rank
-    own = distributed.together(
-        lambda: EmbeddedEngine(
-            engine_settings(
-                config,
-                local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-                **_memory(config, distributed),
-            ),
-            loop=loop,
-            log_path=logs / ("engine.log" if distributed.is_main else f"engine-{rank}.log"),
-            name=f"the engine of rank {rank}",
-        )
-    )
     key: str = distributed.broadcast(secrets.token_hex(32))
 
     def serve() -> EngineService | None:
@@ -109,7 +109,6 @@ def _colocated(config: Config, distributed: Distributed, *, loop: BackgroundLoop
     def pool() -> EnginePool | None:
         if not distributed.is_main:
             return None
-        timeout_s = config.rollout.request_timeout_s + PEER_GRACE_S
         peers = [
             RemoteRankEngine(url.decode(), key=key, rank=peer, loop=loop, timeout_s=timeout_s)
             for peer, url in enumerate(urls)

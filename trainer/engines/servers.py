@@ -10,6 +10,7 @@ from lockstep.rollout.engine.adapters import buffer_rank
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.layers.rotary import LONGROPE, original_lengths
 from lockstep.trainer.model.quantized_base import stored_method
@@ -56,16 +57,16 @@ def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngin
                 f"{engine.name} returns no routed experts; restart it with --enable-return-routed-experts, or set "
                 "correction.routing_replay=off"
             )
-        check_adapters(engine, config)
-        check_quantization(engine, config, stored=stored_method(model))
+        check_adapters(engine, config.model)
+        check_quantization(engine, settings.quantization, stored=stored_method(model))
         engine.max_model_len = settings.max_model_len
     return engines
 
 
-def check_adapters(engine: ServerEngine, config: Config) -> None:
+def check_adapters(engine: ServerEngine, settings: ModelConfig) -> None:
     """Raise `ConfigError` if a server was started for adapters and the run sends whole weights, or the other way
     round."""
-    lora, others = config.model.lora, config.model.adapters
+    lora, others = settings.lora, settings.adapters
     if others and not engine.takes_adapters:
         summary = ", ".join(f"{name}: {path}" for name, path in others.items())
         raise ConfigError(
@@ -92,12 +93,12 @@ def check_adapters(engine: ServerEngine, config: Config) -> None:
         )
 
 
-def check_quantization(engine: ServerEngine, config: Config, *, stored: str | None) -> None:
+def check_quantization(engine: ServerEngine, method: str | None, *, stored: str | None) -> None:
     """Raise `ConfigError` if a server quantizes weights and the run says otherwise, or the other way round.
 
-    stored: method of the checkpoint's weights, for which vLLM may have a name of its own.
+    method: `rollout.quantization`. stored: method of the checkpoint's weights, for which vLLM may have a name of its
+    own.
     """
-    method = config.rollout.quantization
     if (stored is None and engine.quantization == method) or (stored is not None and engine.quantization is not None):
         return
     others = f", or set rollout.quantization={typed(engine.quantization)}" if stored is None else ""

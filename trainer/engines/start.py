@@ -74,12 +74,11 @@ def open_engine(config: Config) -> Iterator[EnginePool]:
             loop.run(engine.close())
 
 
-def check_engine(config: Config) -> None:
-    """Raise `ConfigError` for settings with which no engine would start, without starting one."""
-    settings, is_cpu = engine_settings(config), not torch.cuda.is_available()
-    if config.rollout.engine != "server":
-        engine_arguments(settings, is_cpu=is_cpu)
-        engine_variables(settings, is_cpu=is_cpu)
+def check_engine(settings: EngineSettings) -> None:
+    """Raise `ConfigError` for settings with which no embedded engine would start, without starting one."""
+    is_cpu = not torch.cuda.is_available()
+    engine_arguments(settings, is_cpu=is_cpu)
+    engine_variables(settings, is_cpu=is_cpu)
 
 
 def check_cores(num_engines: int) -> None:
@@ -107,7 +106,7 @@ def engine_settings(config: Config, **placed: Any) -> EngineSettings:
         "max_model_len": settings.max_model_len,
         "context": config.engine_context,
         "quantization": settings.quantization,
-        "adapters": adapter_settings(config),
+        "adapters": adapter_settings(config.model, settings, correction_mode=config.correction.mode),
         "return_routes": config.plan.replays_engine,
         "batch_invariant": settings.batch_invariant,
         "seed": config.seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def refuse_unfit_teacher(config: Config) -> None:
     if config.has_teacher and not (settings.urls or (settings.source == "policy" and config.rollout.urls)):
         path, setting = (settings.path, "teacher.path") if settings.path else (config.model.path, "model.path")
         model_config = read_config(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
-        refuse_short(config, longest_context(model_config))
+        refuse_short(config.rollout.max_model_len, longest_context(model_config))
 
 
 def start_teacher(
@@ -63,19 +64,20 @@ def start_teacher(
     """
     if not config.has_teacher:
         return None
-    source = config.teacher.source
+    settings, trust = config.teacher, config.model.trust_remote_code
+    parts = _Parts(config=config, loop=loop, logs=logs)
     metrics: dict[str, float] = {}
     engines: list[SyncedEngine] = []
 
     def start() -> EnginePool | None:
         if not distributed.is_main:
             return None
-        if source == "average":
-            engines.append(_averaged(config, loop=loop, logs=logs))
+        if settings.source == "average":
+            engines.append(parts.averaged())
             return EnginePool(engines)
-        members = _members(config, loop=loop, logs=logs)
-        if is_checked(config):
-            metrics["teacher/canary_abs_diff"] = canary_diff(config, members, loop)
+        members = parts.members()
+        if is_checked(settings, trust_remote_code=trust):
+            metrics["teacher/canary_abs_diff"] = canary_diff(settings, members, loop, trust_remote_code=trust)
             say(
                 f"teacher        its log π of a canary differ by at most {metrics['teacher/canary_abs_diff']:.2g} "
                 "from those of transformers"
@@ -83,99 +85,110 @@ def start_teacher(
         return EnginePool(members)
 
     with distributed.whole_models():
-        engine = policy if source == "policy" else distributed.together(start)
+        engine = policy if settings.source == "policy" else distributed.together(start)
     return Teacher(
         engine,
         distributed=distributed,
         loop=loop,
         top_k=config.plan.teacher_top_k,
-        vocab_size=vocab_size_of(config.model.path, config),
-        prompts=distributed.together(lambda: _prompts(config)),
-        is_policy=source == "policy",
+        vocab_size=vocab_size_of(config.model.path, trust_remote_code=trust),
+        prompts=distributed.together(parts.prompts),
+        is_policy=settings.source == "policy",
         synced=engines,
         measured=metrics,
     )
 
 
-def _prompts(config: Config) -> TeacherPrompts | None:
-    if config.teacher.context is None:
-        return None
-
-    def tools_of(row: Mapping[str, Any]) -> Tools:
-        environment = environment_of(make_environment(config.environment.name, **config.environment.settings), row)
-        return () if isinstance(environment, RunsItself) else environment.tools
-
-    return TeacherPrompts(
-        make_chat(config),
-        template=config.teacher.context,
-        solved_reward=config.teacher.solved_reward,
-        max_tokens=config.rollout.max_model_len,
-        tools_of=tools_of,
-    )
-
-
-def _averaged(config: Config, *, loop: BackgroundLoop, logs: Path) -> SyncedEngine:
-    """Start an engine like the policy's, which gets weights as that does."""
-    settings = engine_settings(
-        config,
-        context=config.rollout.max_model_len + 1,
-        return_routes=False,
-        quantization=None,
-        **_memory(config),
-    )
-    return EmbeddedEngine(settings, loop=loop, log_path=logs / LOG, name=NAME)
-
-
-def _memory(config: Config) -> dict[str, Any]:
-    settings, is_cpu = config.teacher, not torch.cuda.is_available()
-    return {
-        "kv_cache_gib": CPU_CACHE_GIB if is_cpu and settings.kv_cache_gib is None else settings.kv_cache_gib,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-    }
-
-
-def refuse_short(config: Config, limit: int | None, *, serves: bool = False) -> None:
-    """Raise `ConfigError` if a teacher's context of `limit` tokens cannot score the longest rows. serves: True if it is
-    that of servers."""
-    longest = config.rollout.max_model_len + 1  # vLLM samples one token after those that it scores
+def refuse_short(max_model_len: int, limit: int | None, *, serves: bool = False) -> None:
+    """Raise `ConfigError` if a teacher's context of `limit` tokens cannot score rows of up to `max_model_len` tokens.
+    serves: True if it is that of servers."""
+    longest = max_model_len + 1  # vLLM samples one token after those that it scores
     if limit is not None and limit < longest:
         raise ConfigError(
             f"the teacher's context of {limit} tokens is too short to score rows of rollout.max_model_len="
-            f"{config.rollout.max_model_len}, for which it needs one more; set rollout.max_model_len={limit - 1} or "
+            f"{max_model_len}, for which it needs one more; set rollout.max_model_len={limit - 1} or "
             f"less{f', or start its servers with rollout.max_model_len={longest}' if serves else ''}"
         )
 
 
-def _members(config: Config, *, loop: BackgroundLoop, logs: Path) -> Sequence[PooledEngine]:
-    settings, rollout = config.teacher, config.rollout
-    assert settings.path is not None
-    if settings.urls:
-        from lockstep.rollout.server.server_engine import ServerEngine  # other runs do not load its client
-        from lockstep.trainer.engines.servers import engine_key
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Parts of a teacher that rank 0 starts. logs: directory of the engine's log."""
 
-        servers = [
-            ServerEngine(
-                url,
-                loop=loop,
-                vocab_size=vocab_size_of(settings.path, config),
-                api_key=engine_key(settings.api_key_env, setting="teacher.api_key_env"),
-                request_timeout_s=rollout.request_timeout_s,
-                start_timeout_s=rollout.start_timeout_s,
-                silence_timeout_s=rollout.silence_timeout_s,
+    config: Config
+    loop: BackgroundLoop
+    logs: Path
+
+    def prompts(self) -> TeacherPrompts | None:
+        config = self.config
+        if config.teacher.context is None:
+            return None
+
+        def tools_of(row: Mapping[str, Any]) -> Tools:
+            environment = environment_of(make_environment(config.environment.name, **config.environment.settings), row)
+            return () if isinstance(environment, RunsItself) else environment.tools
+
+        return TeacherPrompts(
+            make_chat(config),
+            template=config.teacher.context,
+            solved_reward=config.teacher.solved_reward,
+            max_tokens=config.rollout.max_model_len,
+            tools_of=tools_of,
+        )
+
+    def averaged(self) -> SyncedEngine:
+        """Start an engine like the policy's, which gets weights as that does."""
+        return self._engine(
+            engine_settings(
+                self.config,
+                context=self.config.rollout.max_model_len + 1,
+                return_routes=False,
+                quantization=None,
+                **self._memory(),
             )
-            for url in settings.urls
-        ]
-        refuse_short(config, min(server.max_model_len for server in servers), serves=True)
-        return servers
-    engine = EngineSettings(
-        model=settings.path,
-        dtype=settings.dtype,
-        trust_remote_code=config.model.trust_remote_code,
-        max_model_len=rollout.max_model_len + 1,
-        seed=config.seed,
-        max_num_seqs=rollout.max_num_seqs,
-        request_timeout_s=rollout.request_timeout_s,
-        start_timeout_s=rollout.start_timeout_s,
-        **_memory(config),
-    )
-    return [EmbeddedEngine(engine, loop=loop, log_path=logs / LOG, name=NAME)]
+        )
+
+    def members(self) -> Sequence[PooledEngine]:
+        """Start the engine of the model at `teacher.path`, or connect to its servers."""
+        config, settings, rollout = self.config, self.config.teacher, self.config.rollout
+        assert settings.path is not None
+        if settings.urls:
+            from lockstep.rollout.server.server_engine import ServerEngine  # other runs do not load its client
+            from lockstep.trainer.engines.servers import engine_key
+
+            servers = [
+                ServerEngine(
+                    url,
+                    loop=self.loop,
+                    vocab_size=vocab_size_of(settings.path, trust_remote_code=config.model.trust_remote_code),
+                    api_key=engine_key(settings.api_key_env, setting="teacher.api_key_env"),
+                    request_timeout_s=rollout.request_timeout_s,
+                    start_timeout_s=rollout.start_timeout_s,
+                    silence_timeout_s=rollout.silence_timeout_s,
+                )
+                for url in settings.urls
+            ]
+            refuse_short(rollout.max_model_len, min(server.max_model_len for server in servers), serves=True)
+            return servers
+        engine = EngineSettings(
+            model=settings.path,
+            dtype=settings.dtype,
+            trust_remote_code=config.model.trust_remote_code,
+            max_model_len=rollout.max_model_len + 1,
+            seed=config.seed,
+            max_num_seqs=rollout.max_num_seqs,
+            request_timeout_s=rollout.request_timeout_s,
+            start_timeout_s=rollout.start_timeout_s,
+            **self._memory(),
+        )
+        return [self._engine(engine)]
+
+    def _engine(self, settings: EngineSettings) -> EmbeddedEngine:
+        return EmbeddedEngine(settings, loop=self.loop, log_path=self.logs / LOG, name=NAME)
+
+    def _memory(self) -> dict[str, Any]:
+        settings, is_cpu = self.config.teacher, not torch.cuda.is_available()
+        return {
+            "kv_cache_gib": CPU_CACHE_GIB if is_cpu and settings.kv_cache_gib is None else settings.kv_cache_gib,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+        }

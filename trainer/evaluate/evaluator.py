@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,10 +164,11 @@ def run(config: Config) -> None:
     console = RunConsole(enabled=True, total_updates=0)
     if config.heldout_sets():
         console.say(describe_task(config, sys.argv[1:], trains=False))
+    process = _Process(config, console)
     if config.model.adapters:
-        _run_adapters(config, console)
+        process.compare_adapters()
         return
-    tasks = _load_tasks(config, console) if settings.lm_eval.tasks else None
+    tasks = process.load_tasks() if settings.lm_eval.tasks else None
     sampled_with = comparable_settings(config)
     before: Sequence[SetResult] | None = None
     tasks_before: Sequence[TaskMetric] = ()
@@ -175,9 +176,10 @@ def run(config: Config) -> None:
         before = read_results(Path(other).expanduser(), sampled_with)
         tasks_before = read_tasks(Path(other).expanduser()) if tasks is not None else ()
     elif other is not None:
-        baseline = _evaluate_model(replace(config, model=replace(config.model, path=other)), console, tasks)
+        model = replace(config.model, path=other)
+        baseline = _Process(replace(config, model=model), console).evaluate(tasks)
         before, tasks_before = baseline.results, () if baseline.tasks is None else baseline.tasks.metrics
-    evaluation = _evaluate_model(config, console, tasks)
+    evaluation = process.evaluate(tasks)
     for rollout in evaluation.rollouts[: config.logger.print_rollouts]:
         console.sample(rollout)
     comparisons: list[Comparison] = []
@@ -211,83 +213,86 @@ def _write(evaluation: Evaluation, path: Path, console: RunConsole, **written: A
         console.say(f"documents      {path.with_suffix('.tasks.jsonl')}")
 
 
-def _run_adapters(config: Config, console: RunConsole) -> None:
-    """Evaluate the base and all adapters in one engine, and compare each adapter with the base.
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """Evaluation of `model.path` in this process."""
 
-    Raises `ConfigError` with settings for another comparison, or for tasks of lm-eval.
-    """
-    settings, path = config.eval, config.model.path
-    if settings.compare_to is not None or settings.lm_eval.tasks:
-        raise ConfigError(
-            "model.adapters are compared with the model without adapters, on rows of data sets; set "
-            "eval.compare_to=null 'eval.lm_eval.tasks=[]', or evaluate merged models one by one"
-        )
-    sampled_with, metrics = comparable_settings(config), {}
-    data = heldout_data(config, say=console.say)
-    console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
-    with open_engine(config) as engine:
-        base: Sequence[SetResult] = ()
-        for name in (BASE, *config.model.adapters):
-            evaluation = _evaluate_sets(config, data, engine, console, model=name)
-            comparisons = compare(base, evaluation.results) if base else []
-            base = base or evaluation.results
-            console.say(f"{name}:")
-            for line in (*result_lines(evaluation.results), *comparison_lines(comparisons, BASE, name)):
-                console.say(line)
-            metrics |= {f"{name}/{key}": value for key, value in evaluation.metrics.items()}
-            metrics |= {f"{name}/{key}": value for one in comparisons for key, value in one.metrics().items()}
-            if settings.output is not None:
-                output = Path(settings.output).expanduser()
-                output = output.with_stem(f"{output.stem}.{name}")
-                label = path if name == BASE else f"{path} with {config.model.adapters[name]}"
-                others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None}
-                _write(evaluation, output, console, model=label, settings=sampled_with, **others)
-    print(json.dumps(metrics))
+    config: Config
+    console: RunConsole
 
+    def compare_adapters(self) -> None:
+        """Evaluate the base and all adapters in one engine, and compare each adapter with the base.
 
-def _evaluate_model(config: Config, console: RunConsole, tasks: Tasks | None) -> Evaluation:
-    data = heldout_data(config, say=console.say)
-    path = config.model.path
-    console.say(f"starting the engine with {path} ...")
-    with open_engine(config) as engine:
-        evaluation = _evaluate_sets(config, data, engine, console) if data else Evaluation()
-        if tasks is None:
-            return evaluation
-        with console.progress("lm-eval", 0) as lines:
-            run = tasks.evaluate(engine, model_path=path, on_stage=lines.requests, on_answer=lines.answer)
-            return replace(evaluation, tasks=run)
+        Raises `ConfigError` with settings for another comparison, or for tasks of lm-eval.
+        """
+        config, console = self.config, self.console
+        settings, path = config.eval, config.model.path
+        if settings.compare_to is not None or settings.lm_eval.tasks:
+            raise ConfigError(
+                "model.adapters are compared with the model without adapters, on rows of data sets; set "
+                "eval.compare_to=null 'eval.lm_eval.tasks=[]', or evaluate merged models one by one"
+            )
+        sampled_with, metrics = comparable_settings(config), {}
+        data = heldout_data(config, say=console.say)
+        console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
+        with open_engine(config) as engine:
+            base: Sequence[SetResult] = ()
+            for name in (BASE, *config.model.adapters):
+                evaluation = self._evaluate_sets(data, engine, model=name)
+                comparisons = compare(base, evaluation.results) if base else []
+                base = base or evaluation.results
+                console.say(f"{name}:")
+                for line in (*result_lines(evaluation.results), *comparison_lines(comparisons, BASE, name)):
+                    console.say(line)
+                metrics |= {f"{name}/{key}": value for key, value in evaluation.metrics.items()}
+                metrics |= {f"{name}/{key}": value for one in comparisons for key, value in one.metrics().items()}
+                if settings.output is not None:
+                    output = Path(settings.output).expanduser()
+                    output = output.with_stem(f"{output.stem}.{name}")
+                    label = path if name == BASE else f"{path} with {config.model.adapters[name]}"
+                    others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None}
+                    _write(evaluation, output, console, model=label, settings=sampled_with, **others)
+        print(json.dumps(metrics))
 
+    def evaluate(self, tasks: Tasks | None) -> Evaluation:
+        config, console = self.config, self.console
+        data = heldout_data(config, say=console.say)
+        path = config.model.path
+        console.say(f"starting the engine with {path} ...")
+        with open_engine(config) as engine:
+            evaluation = self._evaluate_sets(data, engine) if data else Evaluation()
+            if tasks is None:
+                return evaluation
+            with console.progress("lm-eval", 0) as lines:
+                run = tasks.evaluate(engine, model_path=path, on_stage=lines.requests, on_answer=lines.answer)
+                return replace(evaluation, tasks=run)
 
-def _evaluate_sets(
-    config: Config,
-    data: Mapping[str, DataSet],
-    engine: EnginePool,
-    console: RunConsole,
-    *,
-    model: str = POLICY,
-) -> Evaluation:
-    rewards = make_rewards(config)
-    try:
-        rewards.load()
-        chat = make_chat(config)
-        sampler = make_sampler(config, engine=engine, chat=chat)
-        evaluator = Evaluator(config, data, sampler=sampler, rewards=rewards, loop=engine.loop, chat=chat, model=model)
-        with console.progress("evaluation", evaluator.num_rollouts) as lines:
-            return evaluator.evaluate(lines.rollout, lines.stage)
-    finally:
-        rewards.close()
+    def _evaluate_sets(self, data: Mapping[str, DataSet], engine: EnginePool, *, model: str = POLICY) -> Evaluation:
+        config = self.config
+        rewards = make_rewards(config)
+        try:
+            rewards.load()
+            chat = make_chat(config)
+            sampler = make_sampler(config, engine=engine, chat=chat)
+            evaluator = Evaluator(
+                config, data, sampler=sampler, rewards=rewards, loop=engine.loop, chat=chat, model=model
+            )
+            with self.console.progress("evaluation", evaluator.num_rollouts) as lines:
+                return evaluator.evaluate(lines.rollout, lines.stage)
+        finally:
+            rewards.close()
 
+    def load_tasks(self) -> Tasks:
+        """Load the tasks of lm-eval, and check them with the tokenizer of every model that will be evaluated."""
+        config = self.config
+        self.console.say(f"loading {', '.join(config.eval.lm_eval.tasks)} of lm-eval ...")
+        from lockstep.trainer.evaluate.tasks import Tasks  # here: lm-eval is an extra, and takes seconds to import
 
-def _load_tasks(config: Config, console: RunConsole) -> Tasks:
-    """Load the tasks of lm-eval, and check them with the tokenizer of every model that will be evaluated."""
-    console.say(f"loading {', '.join(config.eval.lm_eval.tasks)} of lm-eval ...")
-    from lockstep.trainer.evaluate.tasks import Tasks  # here: lm-eval is an extra, and takes seconds to import
-
-    tasks = Tasks(config)
-    other = config.eval.compare_to
-    for path in (config.model.path, *(() if other is None or other.endswith(".json") else (other,))):
-        tasks.check_tokenizer(path)
-    return tasks
+        tasks = Tasks(config)
+        other = config.eval.compare_to
+        for path in (config.model.path, *(() if other is None or other.endswith(".json") else (other,))):
+            tasks.check_tokenizer(path)
+        return tasks
 
 
 def _show_tasks(run: TaskRun, console: RunConsole) -> None:

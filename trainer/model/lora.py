@@ -30,7 +30,7 @@ from lockstep.rollout.engine.protocol import BASE, POLICY
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_adapter, reason, whole_models
 from lockstep.trainer.config.groups.model_settings import LoraConfig, ModelConfig
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.families import FAMILIES
 from lockstep.trainer.model.quantized_base import method_at
@@ -180,26 +180,24 @@ def _read_config(path: str, *, setting: str) -> peft.LoraConfig:
     return peft_config
 
 
-def adapter_settings(config: Config) -> AdapterSettings | None:
+def adapter_settings(model: ModelConfig, rollout: RolloutConfig, *, correction_mode: str) -> AdapterSettings | None:
     """Return the adapters that engines must hold, the run's and `model.adapters`; None if they get whole weights.
 
     Raises `ConfigError` for adapters of a kind or rank that vLLM does not have, and for quantized weights that would
     have to be replaced or quantized again.
     """
-    lora, others = config.model.lora, config.model.adapters
-    is_compiled = config.rollout.compile_engine and not torch.cuda.is_available()
+    lora, others = model.lora, model.adapters
+    is_compiled = rollout.compile_engine and not torch.cuda.is_available()
     if is_compiled and (others or (lora.rank and lora.send == "adapter")):
         raise ConfigError(
             "rollout.compile_engine=true: on a CPU vLLM has no adapters in compiled models; set "
             "rollout.compile_engine=false, or model.lora.send=merged without model.adapters"
         )
     is_sent = lora.rank > 0 and (
-        lora.send == "adapter" or (lora.send == "auto" and not is_compiled and _can_send(config.model))
+        lora.send == "adapter" or (lora.send == "auto" and not is_compiled and _can_send(model))
     )
-    if lora.rank or config.rollout.quantization is not None:
-        _refuse_what_quantized_weights_exclude(
-            config.model, config.rollout.quantization, config.correction.mode, is_sent=is_sent
-        )
+    if lora.rank or rollout.quantization is not None:
+        _refuse_what_quantized_weights_exclude(model, rollout.quantization, correction_mode, is_sent=is_sent)
     if not is_sent and not others:
         return None
     ranks = {"model.lora.rank": lora.rank} if is_sent else {}

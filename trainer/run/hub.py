@@ -15,7 +15,8 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError
 
 from lockstep.rollout.errors import HubError
-from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
+from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig
+from lockstep.trainer.config.groups.outputs_settings import HubConfig
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import is_file, is_made
@@ -24,18 +25,18 @@ from lockstep.trainer.observe.metrics_log import read_metrics
 CARD = "README.md"
 
 
-def push(model: Path, config: Config, metrics: Mapping[str, float]) -> str:
-    """Upload weights and card, and return the address. metrics: last value of each metric of the run.
+def push(model: Path, settings: HubConfig, *, card: str, updates: int) -> str:
+    """Upload weights and card, and return the address. updates: of the model, for the message of the commit.
 
     Raises `HubError` if the hub refuses or cannot be reached; the local model is unchanged.
     """
-    repo = config.hub.repo
+    repo = settings.repo
     assert repo is not None, "call only with hub.repo set"
-    (model / CARD).write_text(model_card(config, metrics), encoding="utf-8")
+    (model / CARD).write_text(card, encoding="utf-8")
     try:
         api = huggingface_hub.HfApi()  # the token is that of `hf auth login`, or HF_TOKEN
-        address = api.create_repo(repo, private=config.hub.private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=str(model), commit_message=f"{config.updates} updates")
+        address = api.create_repo(repo, private=settings.private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=str(model), commit_message=f"{updates} updates")
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise HubError(
             f"hub.repo={repo}: the upload failed ({str(error).splitlines()[0]}); the model is in {model}; upload it "
@@ -45,7 +46,8 @@ def push(model: Path, config: Config, metrics: Mapping[str, float]) -> str:
 
 
 def model_card(config: Config, metrics: Mapping[str, float]) -> str:
-    """Return the card as Markdown, with the front matter that the hub reads."""
+    """Return the card as Markdown, with the front matter that the hub reads. metrics: last value of each metric of the
+    run."""
     sets = config.data.training_sets().values()
     data = [data_set.path for data_set in sets]
     base = _public(config.model.path)
@@ -79,7 +81,7 @@ def model_card(config: Config, metrics: Mapping[str, float]) -> str:
         f"---\n{yaml.safe_dump(front, sort_keys=False).strip()}\n---\n\n"
         f"# {(config.hub.repo or base).rpartition('/')[2]}\n\n"
         f"{base}, trained with reinforcement learning by Lockstep.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n{_evaluation(config, metrics)}\n"
+        f"| | |\n|---|---|\n{table}\n\n{_evaluation(config.heldout_sets(), config.eval.temperature, metrics)}\n"
     )
 
 
@@ -89,10 +91,10 @@ def last_metrics(path: Path) -> dict[str, float]:
     return {name: value for line in lines for name, value in line.items() if value is not None}
 
 
-def _evaluation(config: Config, metrics: Mapping[str, float]) -> str:
+def _evaluation(sets: Mapping[str, DataSetConfig], temperature: float, metrics: Mapping[str, float]) -> str:
     """Return the section on the last evaluation of each data set."""
     rows = []
-    for name, data_set in config.heldout_sets().items():
+    for name, data_set in sets.items():
         prefix = f"eval/{name}/" if name else "eval/"
         if f"{prefix}reward_mean" not in metrics:
             continue
@@ -105,7 +107,7 @@ def _evaluation(config: Config, metrics: Mapping[str, float]) -> str:
             rows.append(f"| {title} | pass@{k} | {metrics[f'{prefix}pass@{k}']:.3f} | {low:.3f} to {high:.3f} |")
     if not rows:
         return "The run was not evaluated."
-    how = "greedy" if config.eval.temperature == 0 else f"temperature {config.eval.temperature:g}"
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     head = f"Evaluated with these rewards, {how}; intervals are at 95 %, over prompts."
     return "\n".join([head, "", "| data | | value | interval |", "|---|---|---|---|", *rows])
 

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
 from lockstep.trainer.config.schema import Config
@@ -45,7 +46,7 @@ def next_steps(
     shown_run, shown_model = short_path(run), short_path(model)
     goal = config.updates if update < config.updates else 2 * config.updates
     # The command line of a resumed run does not repeat its settings.
-    own = redact_words(words) if config.resume == "never" else changed_words(config)
+    own = redact_words(words) if config.resume == "never" else changed_words(plain(config))
     evaluation_words = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
     by_turn = ["algorithm.turn_rewards=true"] if config.algorithm.turn_rewards else []
     model_words = [f"model.path={shown_model}", *by_turn]
@@ -74,9 +75,9 @@ def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: s
     return f"{launcher} {script('train')} {shlex.join(again)}"
 
 
-def changed_words(config: Config) -> list[str]:
-    """Return a word for each setting that is not the default, without secrets."""
-    changed_settings = [one for one in settings(plain(config)) if one.is_changed]
+def changed_words(values: Mapping[str, Any]) -> list[str]:
+    """Return a word for each setting that is not the default. values: nested dicts from `plain`."""
+    changed_settings = [one for one in settings(values) if one.is_changed]
     return [f"{'.'.join(one.path)}={override_value(one.value)}" for one in changed_settings]
 
 

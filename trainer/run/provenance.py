@@ -14,8 +14,8 @@ import torch
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checkpoint.checkpoint import installed_version
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.redaction import redact_words
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import code_of_objective, hashes
 from lockstep.trainer.distributed.distributed import Distributed
 
@@ -38,21 +38,21 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def with_hashes(config: Config, distributed: Distributed) -> Config:
+def with_hashes(settings: AlgorithmConfig, distributed: Distributed) -> AlgorithmConfig:
     """Return the settings with the SHA-256 of a user's loss and advantage, so that checkpoints and replays know it; a
     collective. Raises `ConfigError` on all ranks if a rank has another file."""
-    own_hashes = hashes(config.algorithm)
+    own_hashes = hashes(settings)
     expected = distributed.broadcast(own_hashes)
 
     def compare() -> None:
         if own_hashes != expected:
-            files = " or ".join(code_of_objective(config.algorithm))
+            files = " or ".join(code_of_objective(settings))
             raise ConfigError(
                 f"rank {distributed.rank} has another file than rank 0 of {files}; copy the same files to every machine"
             )
 
     distributed.together(compare)
-    return replace(config, algorithm=replace(config.algorithm, **own_hashes))
+    return replace(settings, **own_hashes)
 
 
 def code_version(root: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,8 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
     with distributed:
         console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
         distributed.together(lambda: refuse_unfit_models(config, console.say))
-        config = with_hashes(choose(config, distributed, console), distributed)
+        config = choose(config, distributed, console)
+        config = replace(config, algorithm=with_hashes(config.algorithm, distributed))
         start, messages = select(config.resume, Path(config.run_root) / str(config.run_name), distributed)
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
@@ -63,7 +65,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
                 console.warn(sentence)
             if config.resume == "auto" and start is None:
                 console.say(f"resume=auto: no checkpoint in {directory.checkpoints}, so the run begins at update 0")
-            if user_code := code_of_files(config):
+            if user_code := code_of_files(config.environment, config.reward, config.algorithm):
                 console.say(f"code of your files, run with your rights: {', '.join(user_code)}")
             for name in unisolated_settings(config.environment, config.reward):
                 console.warn(f"programs of the model run with your rights ({name}=true)")
@@ -127,7 +129,7 @@ class Life:
         self._saved_at, whole = trainer.version if is_saved else -1, self._state(parts)
         try:
             self._console.say(
-                f"{_batch(settings)}, {settings.updates} updates, {self._distributed.world_size} rank(s), "
+                f"{self._batch}, {settings.updates} updates, {self._distributed.world_size} rank(s), "
                 f"ZeRO stage {self._distributed.zero_stage}"
             )
             trainer.push_weights()  # also after a resume: the engine has loaded the base model
@@ -265,10 +267,10 @@ class Life:
         self.is_terminated = votes[1] > 0
         return votes[0] > 0
 
-
-def _batch(config: Config) -> str:
-    """Return the size of a batch in words."""
-    if not config.has_rollouts:
-        return f"model ready; {config.demonstrations.rows_per_update} demonstrations per update"
-    rollout = config.rollout
-    return f"engine ready; {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples per update"
+    @property
+    def _batch(self) -> str:
+        """The size of a batch in words."""
+        if not self._config.has_rollouts:
+            return f"model ready; {self._config.demonstrations.rows_per_update} demonstrations per update"
+        rollout = self._config.rollout
+        return f"engine ready; {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples per update"

@@ -13,7 +13,6 @@ from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.resume import Resumed, restore
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.data.prompts import Position
 from lockstep.trainer.distributed.distributed import Distributed
@@ -161,7 +160,13 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
         )
     )
     if config.hub.repo is not None and update >= config.updates:
-        _upload(config, directory, console)
+        from lockstep.trainer.run.hub import last_metrics, model_card, push  # other runs do not load it
+
+        try:
+            card = model_card(config, last_metrics(directory.metrics))
+            console.say(f"uploaded       {push(directory.model, config.hub, card=card, updates=config.updates)}")
+        except Exception as error:  # the run is over and its model saved: only the remaining step is printed
+            console.warn(str(error))
 
 
 def launcher_of(distributed: Distributed) -> str:
@@ -172,13 +177,3 @@ def launcher_of(distributed: Distributed) -> str:
     processes = f"--num_processes {distributed.world_size}"
     config_file = shlex.quote(short_path(CHECKOUT / "configs" / "accelerate" / f"{file}.yaml"))
     return f"{program('accelerate')} launch --config_file {config_file} {processes}"
-
-
-def _upload(config: Config, directory: RunDirectory, console: RunConsole) -> None:
-    from lockstep.trainer.run.hub import last_metrics, push  # other runs do not load it
-
-    try:
-        address = push(directory.model, config, last_metrics(directory.metrics))
-        console.say(f"uploaded       {address}")
-    except Exception as error:  # the run is over and its model saved: only the remaining step is printed
-        console.warn(str(error))

@@ -20,7 +20,8 @@ from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import DataError
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 from lockstep.trainer.build import vocab_size_of
-from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.groups.data_settings import DataSetConfig, DemonstrationsConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.demonstrations import Demonstration, load_demonstrations
 from lockstep.trainer.data.prompts import Prompts
@@ -82,11 +83,14 @@ class Demonstrations:
         data_sets = config.demonstration_sets()
         if not data_sets:
             return None
-        sets = tokenized(data_sets, config, distributed, chat, say=say)
+        sets = tokenized(data_sets, config.demonstrations, config.model, distributed, chat, say=say)
         distributed.together(lambda: refuse_long(sets or (), config))
         if config.demonstrations.teacher_divergence == "off" or config.teacher.source != "saved":
             return cls(config, distributed, sets)
-        saved_teacher = distributed.together(lambda: SavedTeacher.open(config, distributed, sets, say=say))
+        top_k = config.plan.teacher_top_k
+        saved_teacher = distributed.together(
+            lambda: SavedTeacher.open(data_sets.values(), config.model, distributed, sets, top_k=top_k, say=say)
+        )
         return cls(config, distributed, sets, teacher=saved_teacher)
 
     def take_teacher(self, teacher: Teacher | None) -> None:
@@ -158,7 +162,8 @@ class Demonstrations:
 
 def tokenized(
     sets: Mapping[str, DataSetConfig],
-    config: Config,
+    settings: DemonstrationsConfig,
+    model: ModelConfig,
     distributed: Distributed,
     chat: Chat,
     *,
@@ -171,9 +176,9 @@ def tokenized(
                 load_demonstrations(
                     one,
                     chat,
-                    max_tokens=config.demonstrations.max_tokens,
-                    min_reward=config.demonstrations.min_reward,
-                    vocab_size=vocab_size_of(config.model.path, config),
+                    max_tokens=settings.max_tokens,
+                    min_reward=settings.min_reward,
+                    vocab_size=vocab_size_of(model.path, trust_remote_code=model.trust_remote_code),
                     say=say,
                 )
                 for one in sets.values()

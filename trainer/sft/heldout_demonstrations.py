@@ -20,7 +20,7 @@ class HeldoutDemonstrations:
     def __init__(self, config: Config, distributed: Distributed, chat: Chat, *, say: Callable[[str], None]) -> None:
         """Load and tokenize the held-out sets; a collective."""
         sets = config.heldout_sets()
-        rows = tokenized(sets, config, distributed, chat, say=say)
+        rows = tokenized(sets, config.demonstrations, config.model, distributed, chat, say=say)
         self._batches: dict[str, StepBatch] = {
             name: shared(batch_of([] if rows is None else rows[number][: config.eval.prompts]), distributed)
             for number, name in enumerate(sets)

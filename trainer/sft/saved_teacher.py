@@ -6,7 +6,7 @@ order the rows are trained. Equal rows get the scores of the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,8 @@ from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, SavedScores, row_di
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.batch.teacher_scores import TeacherScores
 from lockstep.trainer.build import vocab_size_of
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.data.datasets import rollout_files
 from lockstep.trainer.data.demonstrations import Demonstration
 from lockstep.trainer.distributed.distributed import Distributed
@@ -37,21 +38,25 @@ class SavedTeacher:
     @classmethod
     def open(
         cls,
-        config: Config,
+        data_sets: Collection[DataSetConfig],
+        model: ModelConfig,
         distributed: Distributed,
         sets: Sequence[Sequence[Demonstration]] | None,
         *,
+        top_k: int,
         say: Callable[[str], None],
     ) -> SavedTeacher:
-        """Open the files beside the rollouts of the demonstrations. sets: None on ranks other than 0, which open none.
+        """Open the files beside the rollouts of the demonstrations.
+
+        data_sets: of the demonstrations. sets: these, tokenized; None on ranks other than 0, which open none. top_k:
+        most probable tokens at each position.
 
         Raises `DataError` for rows without scores, and files that cannot be read, have too few tokens, values that no
         scores have, or tokens that the student lacks.
         """
-        top_k = config.plan.teacher_top_k
         if sets is None:
             return cls(distributed, (), top_k=top_k)
-        paths = [path for one in config.demonstration_sets().values() for path in rollout_files(one.path)]
+        paths = [path for one in data_sets for path in rollout_files(one.path)]
         files = [SavedScores.open(path.with_suffix(FILE_SUFFIX)) for path in paths]
         short = min(files, key=lambda file: file.top_k)
         if short.top_k < top_k:
@@ -61,7 +66,7 @@ class SavedTeacher:
                 f"algorithm.teacher_divergence_top_k={top_k}; {advice}, or score the rows again with "
                 "teacher.source=model teacher.path=<model>"
             )
-        vocab_size = vocab_size_of(config.model.path, config)
+        vocab_size = vocab_size_of(model.path, trust_remote_code=model.trust_remote_code)
         for file in files:
             ids = file.between(0, len(file.digests), top_k=file.top_k).top_ids
             if ids.max(initial=0) >= vocab_size:

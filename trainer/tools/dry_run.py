@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -49,7 +50,7 @@ from lockstep.trainer.data.prompt_filter import make_prompts
 from lockstep.trainer.data.prompts import Row, heldout_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
-from lockstep.trainer.engines.start import check_engine
+from lockstep.trainer.engines.start import check_engine, engine_settings
 from lockstep.trainer.engines.teacher_prompts import FIELD, SOLUTION
 from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 from lockstep.trainer.model.layers.routing import refuse_dense
@@ -74,21 +75,24 @@ PLACEHOLDER = "(the model's answer)"
 NOTHING_SAMPLED = "nothing was sampled, because its prompt fills the context; raise rollout.max_model_len"
 
 
-def dry_run(config: Config) -> None:
-    """Check and print everything; a collective.
-
-    Raises `ConfigError` with the message of the error that would end the run, and if a row that it shows cannot be
-    trained, or the memory plan exceeds the device.
-    """
+@contextmanager
+def _as_config_errors() -> Iterator[None]:
+    """Raise `ConfigError` with the message of any error that would end the run."""
     try:
-        _show(config)
+        yield
     except ConfigError:
         raise
     except LockstepError as error:
         raise ConfigError(f"{type(error).__name__}: {error}") from error
 
 
-def _show(config: Config) -> None:
+@_as_config_errors()
+def dry_run(config: Config) -> None:
+    """Check and print everything; a collective.
+
+    Raises `ConfigError` with the message of the error that would end the run, and if a row that it shows cannot be
+    trained, or the memory plan exceeds the device.
+    """
     quiet_third_parties()
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     console = Console(highlight=False, quiet=not distributed.is_main)
@@ -99,7 +103,9 @@ def _show(config: Config) -> None:
         chat = make_chat(config)
         if config.has_rollouts:
             refuse_dense(config.model, config.correction.routing_replay)
-            check_engine(config)
+            engine = engine_settings(config)
+            if config.rollout.engine != "server":
+                check_engine(engine)
         refuse_unfit_teacher(config)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
@@ -108,13 +114,21 @@ def _show(config: Config) -> None:
             heldout = distributed.together(lambda: heldout_data(config, say=run_console.say))
         demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)
         if not config.has_rollouts and config.evaluates:
-            tokenized(config.heldout_sets(), config, distributed, chat, say=run_console.say)
+            sets = config.heldout_sets()
+            tokenized(sets, config.demonstrations, config.model, distributed, chat, say=run_console.say)
         batch = demonstrations.draw() if demonstrations else None
         console.print(settings_tree(plain(config)))
         console.print(Rule("[bold]counts[/bold]", style="dim", align="left"))
         counts = run_counts(config, ranks=distributed.world_size, data_rows=len(prompts)) if prompts else {}
         if demonstrations and batch and distributed.is_main:
-            counts |= demonstration_counts(config, batch, ranks=distributed.world_size, available=demonstrations.count)
+            counts |= demonstration_counts(
+                batch,
+                updates=config.updates,
+                per_update=config.demonstrations.rows_per_update,
+                pack_tokens=config.pack_tokens,
+                ranks=distributed.world_size,
+                available=demonstrations.count,
+            )
         table = Table.grid(padding=(0, 2))
         for name, count in counts.items():
             table.add_row(Text(name, style="dim"), Text(count))
@@ -176,19 +190,21 @@ def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:
     }
 
 
-def demonstration_counts(config: Config, first: StepBatch, *, ranks: int, available: int) -> dict[str, str]:
+def demonstration_counts(
+    first: StepBatch, *, updates: int, per_update: int, pack_tokens: int, ranks: int, available: int
+) -> dict[str, str]:
     """Return the demonstrations, tokens and packs of a run, in words, by what they count.
 
-    first: the rows of the first update. available: demonstrations in the data.
+    first: the rows of the first update. per_update: demonstrations of an update. available: those in the data.
     """
-    per_update, longest = config.demonstrations.rows_per_update, max(map(len, first.rows))
-    packs = math.ceil(math.ceil(len(first.rows) / ranks) / max(1, config.pack_tokens // longest))
-    read = per_update * config.updates
+    longest = max(map(len, first.rows))
+    packs = math.ceil(math.ceil(len(first.rows) / ranks) / max(1, pack_tokens // longest))
+    read = per_update * updates
     return {
         "the first update trains": f"{per_update:,} demonstrations in {len(first.rows):,} rows of at most {longest:,} "
         f"tokens, {sum(map(len, first.rows)):,} tokens, {first.layout.num_tokens:,} of them trained, in at most "
-        f"{packs} packs of {config.pack_tokens:,} tokens on each of {ranks} rank(s)",
-        "the run trains": f"{read:,} demonstrations in {config.updates:,} updates, {read / available:.2f} times the "
+        f"{packs} packs of {pack_tokens:,} tokens on each of {ranks} rank(s)",
+        "the run trains": f"{read:,} demonstrations in {updates:,} updates, {read / available:.2f} times the "
         f"{available:,} of the data",
     }
 

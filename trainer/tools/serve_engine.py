@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -81,14 +82,11 @@ def environment(engine: EngineSettings) -> dict[str, str]:
     return variables
 
 
-def shell_line(config: Config) -> str:
+def shell_line(words: Sequence[str], variables: Mapping[str, str], *, key_env: str | None) -> str:
     """Return environment and command as one line for a shell, without secrets: for the key the name of its variable."""
-    variables = environment(engine_settings(config))
-    if config.rollout.api_key_env is not None:
-        variables[KEY_ENV] = f"${config.rollout.api_key_env}"
-    return " ".join(
-        [*(f"{name}={value}" for name, value in variables.items()), shlex.join(redact_words(command(config)))]
-    )
+    key = {} if key_env is None else {KEY_ENV: f"${key_env}"}
+    settings = [f"{name}={value}" for name, value in {**variables, **key}.items()]
+    return " ".join([*settings, shlex.join(redact_words(words))])
 
 
 def check_host(host: str) -> None:
@@ -111,6 +109,7 @@ def run(config: Config) -> None:
     check_host(config.server.host)
     refuse_unfit_models(config, print, trains=False)
     key = engine_key(config.rollout.api_key_env)
-    print(shell_line(config), flush=True)
+    words, variables = command(config), environment(engine_settings(config))
+    print(shell_line(words, variables, key_env=config.rollout.api_key_env), flush=True)
     secret = {} if key is None else {KEY_ENV: key}
-    os.execve(sys.executable, command(config), {**os.environ, **environment(engine_settings(config)), **secret})
+    os.execve(sys.executable, words, {**os.environ, **variables, **secret})

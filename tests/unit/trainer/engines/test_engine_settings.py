@@ -22,8 +22,8 @@ from lockstep.trainer.checks.engines import engine_problems
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import choose_interface
 from lockstep.trainer.engines.servers import check_quantization, connect_servers, engine_key
-from lockstep.trainer.engines.start import check_cores, check_engine, start_engine
-from lockstep.trainer.tools.serve_engine import check_host, command, shell_line
+from lockstep.trainer.engines.start import check_cores, check_engine, engine_settings, start_engine
+from lockstep.trainer.tools.serve_engine import check_host, command, environment, shell_line
 from tests.fixtures.broken_models import change_config
 from tests.fixtures.fake_server import KEY, SERVER_INFO, FakeServer
 from tests.fixtures.models import save_tiny_model
@@ -40,12 +40,20 @@ def config(*urls: str, engine: str = "server", **changes: Any) -> Config:
     return made
 
 
+def problems_of(made: Config) -> list[str]:
+    return list(engine_problems(made.rollout, made.sync, made.server, correction_mode=made.correction.mode))
+
+
+def line_of(made: Config) -> str:
+    return shell_line(command(made), environment(engine_settings(made)), key_env=made.rollout.api_key_env)
+
+
 def test_valid_settings_have_no_problems():
-    assert list(engine_problems(Config())) == []
-    assert list(engine_problems(config(URL, "https://engine-2:8443/"))) == []
-    assert list(engine_problems(config("http://[::1]:8000", sync__address="127.0.0.1"))) == []
+    assert problems_of(Config()) == []
+    assert problems_of(config(URL, "https://engine-2:8443/")) == []
+    assert problems_of(config("http://[::1]:8000", sync__address="127.0.0.1")) == []
     awake = config(engine="colocated", rollout__max_staleness=1, rollout__sleep_level=0)
-    assert list(engine_problems(awake)) == []
+    assert problems_of(awake) == []
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,7 @@ def test_valid_settings_have_no_problems():
     ],
 )
 def test_a_contradiction_names_the_override(made: Config, expected: str):
-    (problem,) = engine_problems(made)
+    (problem,) = problems_of(made)
     assert expected in problem
 
 
@@ -99,7 +107,7 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     ]
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "--no-enable-chunked-prefill" in words
-    line = shell_line(config())
+    line = line_of(config())
     assert "VLLM_SERVER_DEV_MODE=1" in line
     assert "VLLM_API_KEY=$LOCKSTEP_ENGINE_KEY" in line
     assert "do-not-show-this" not in line
@@ -110,8 +118,8 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
 def test_the_printed_command_of_a_server_has_no_key(words: list[str]):
     made = config()
     made.server.vllm_args = ["--tensor-parallel-size", "2", *words]
-    assert "hunter2" not in shell_line(made)
-    assert "--tensor-parallel-size 2" in shell_line(made)
+    assert "hunter2" not in line_of(made)
+    assert "--tensor-parallel-size 2" in line_of(made)
     assert command(made)[-len(words) :] == words
 
 
@@ -184,8 +192,8 @@ def test_a_server_compiles_its_model_when_asked():
     eager, compiled = config(), config(rollout__compile_engine=True)
     assert "--enforce-eager" in command(eager)
     assert "--enforce-eager" not in command(compiled)
-    assert "TORCHDYNAMO_DISABLE=1" in shell_line(eager)
-    assert "TORCHDYNAMO_DISABLE=0" in shell_line(compiled)
+    assert "TORCHDYNAMO_DISABLE=1" in line_of(eager)
+    assert "TORCHDYNAMO_DISABLE=0" in line_of(compiled)
 
 
 def test_a_server_for_adapters_and_a_run_that_sends_whole_weights_are_told_apart(
@@ -246,9 +254,8 @@ def test_a_server_must_quantize_as_the_run_says(
     of_server: str | None, of_run: str | None, stored: str | None, message: str | None
 ) -> None:
     engine: Any = SimpleNamespace(name="the engine", quantization=of_server)
-    made = config(rollout__quantization=of_run)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        check_quantization(engine, made, stored=stored)
+        check_quantization(engine, of_run, stored=stored)
 
 
 def test_an_adapter_to_train_further_is_not_sampled_with(tmp_path: Path) -> None:
@@ -265,16 +272,16 @@ def test_settings_without_an_engine_are_found_without_starting_one(tmp_path: Pat
     made = config(engine="embedded")
     made.model.path = str(save_tiny_model(tmp_path, tied=True))
     made.model.lora.rank = 8
-    check_engine(made)
+    check_engine(engine_settings(made))
     for changes, message in (
         ({"quantization": "fp8_per_block"}, "on a CPU vLLM quantizes bfloat16"),
         ({"batch_invariant": True}, "for GPUs only"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_engine(replace(made, rollout=replace(made.rollout, **changes)))
+            check_engine(engine_settings(replace(made, rollout=replace(made.rollout, **changes))))
     made.rollout.compile_engine, made.model.lora.send = True, "adapter"
     with pytest.raises(ConfigError, match=r"no adapters in compiled models; set rollout\.compile_engine=false"):
-        check_engine(made)
+        check_engine(engine_settings(made))
 
 
 def test_the_command_of_a_server_names_its_adapters(tmp_path: Path) -> None:
@@ -300,7 +307,7 @@ def test_quantization_and_batch_invariance_are_refused_where_vllm_has_no_kernels
     assert "--quantization fp8_per_channel" in " ".join(command(made))
     made.rollout.batch_invariant = True
     with pytest.raises(ConfigError, match="for GPUs only"):
-        shell_line(made)
+        line_of(made)
 
 
 @pytest.mark.parametrize(("source", "expected", "fitting"), [("model", 65, 64), ("policy", 65, 63)])
@@ -349,10 +356,10 @@ def test_a_server_with_the_other_factors_of_longrope_is_refused(
 
 
 def test_a_quantized_engine_needs_a_correction_per_token() -> None:
-    assert list(engine_problems(config(engine="embedded", rollout__quantization="fp8_per_channel"))) == []
+    assert problems_of(config(engine="embedded", rollout__quantization="fp8_per_channel")) == []
     for mode in ("off", "none", "sequence_truncate"):
         made = config(engine="embedded", rollout__quantization="fp8_per_channel", correction__mode=mode)
-        (problem,) = engine_problems(made)
+        (problem,) = problems_of(made)
         assert f"which correction.mode={mode} does not correct per token; set correction=token_truncate" in problem
 
 

@@ -12,7 +12,6 @@ import torch
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines import teacher_check
 from lockstep.trainer.engines.teacher_check import canary_diff, is_checked
 from tests.fixtures.models import sampled_logprobs, tiny_qwen3
@@ -37,9 +36,9 @@ def loop() -> Iterator[BackgroundLoop]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def settings(tmp_path: Path) -> TeacherConfig:
     tiny_qwen3(tied=True).save_pretrained(tmp_path / "teacher")
-    return Config(teacher=TeacherConfig(path=str(tmp_path / "teacher")))
+    return TeacherConfig(path=str(tmp_path / "teacher"))
 
 
 def served() -> Any:
@@ -47,34 +46,34 @@ def served() -> Any:
 
 
 def test_an_engine_that_computes_the_model_at_the_path_differs_by_rounding_only(
-    config: Config, loop: BackgroundLoop
+    settings: TeacherConfig, loop: BackgroundLoop
 ) -> None:
-    assert canary_diff(config, [served(), served()], loop) < 1e-4
+    assert canary_diff(settings, [served(), served()], loop, trust_remote_code=False) < 1e-4
 
 
-def test_an_engine_that_serves_another_model_is_named(config: Config, loop: BackgroundLoop) -> None:
+def test_an_engine_that_serves_another_model_is_named(settings: TeacherConfig, loop: BackgroundLoop) -> None:
     other = served()
     other.name = "http://second"
     other.model.get_parameter("model.layers.1.mlp.down_proj.weight").data.mul_(1.5)
     with pytest.raises(EvidenceError, match=r"http://second: its log π of a canary differ by .*at most 0\.01"):
-        canary_diff(config, [served(), other], loop)
+        canary_diff(settings, [served(), other], loop, trust_remote_code=False)
 
 
-def test_an_engine_without_a_number_fails(config: Config, loop: BackgroundLoop) -> None:
+def test_an_engine_without_a_number_fails(settings: TeacherConfig, loop: BackgroundLoop) -> None:
     broken = served()
     broken.model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(EvidenceError, match="differ by nan"):
-        canary_diff(config, [broken], loop)
+        canary_diff(settings, [broken], loop, trust_remote_code=False)
 
 
 def test_small_teachers_are_checked_unless_a_setting_says_otherwise(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    settings: TeacherConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert is_checked(config)
+    assert is_checked(settings, trust_remote_code=False)
     monkeypatch.setattr(teacher_check, "MEMORY_SHARE", 1e-12)
-    assert not is_checked(config)
-    config.teacher.check = True
-    assert is_checked(config)
+    assert not is_checked(settings, trust_remote_code=False)
+    settings.check = True
+    assert is_checked(settings, trust_remote_code=False)
     monkeypatch.undo()
-    config.teacher.check = False
-    assert not is_checked(config)
+    settings.check = False
+    assert not is_checked(settings, trust_remote_code=False)

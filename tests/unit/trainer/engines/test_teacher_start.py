@@ -57,8 +57,6 @@ def test_a_context_without_room_for_the_token_after_the_longest_row_is_refused_b
 
 
 def test_servers_with_a_short_context_can_be_started_with_a_longer_one() -> None:
-    config = Config(teacher=TeacherConfig(path="t"))
-    config.rollout.max_model_len = 512
-    refuse_short(config, 513, serves=True)
+    refuse_short(512, 513, serves=True)
     with pytest.raises(ConfigError, match=r"=511 or less, or start its servers with rollout\.max_model_len=513"):
-        refuse_short(config, 512, serves=True)
+        refuse_short(512, 512, serves=True)

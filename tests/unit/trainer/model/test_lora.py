@@ -27,6 +27,10 @@ from tests.fixtures.models import save_tiny_model, tiny_qwen3
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
+def adapters_of(config: Config) -> AdapterSettings | None:
+    return adapter_settings(config.model, config.rollout, correction_mode=config.correction.mode)
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("base"), tied=request.param)
@@ -149,7 +153,7 @@ def test_adapters_that_are_more_than_lora_are_refused(
     config = Config()
     config.model.path, config.model.adapters = str(base), {"other": str(tmp_path)}
     with pytest.raises(ConfigError, match=message):
-        adapter_settings(config)
+        adapters_of(config)
 
 
 @pytest.mark.parametrize("pattern", [{"alpha_pattern": {"q_proj": 32}}, {"rank_pattern": {"q_proj": 2}}])
@@ -165,16 +169,16 @@ def test_an_adapter_with_another_scale_in_some_layers_is_not_trained_with_one(
 def test_adapters_are_sent_alone_where_vllm_applies_all_of_them(base: Path, tmp_path: Path) -> None:
     config = Config()
     config.model.path = str(base)
-    assert adapter_settings(config) is None
+    assert adapters_of(config) is None
     config.model.lora.rank = 12
-    assert adapter_settings(config) == AdapterSettings(max_rank=12)
+    assert adapters_of(config) == AdapterSettings(max_rank=12)
     config.model.lora.send = "merged"
-    assert adapter_settings(config) is None
+    assert adapters_of(config) is None
     config.model.lora.send = "auto"
     config.model.path = str(save_family("deepseek_v3", tmp_path / "latent"))
-    assert adapter_settings(config) is None
+    assert adapters_of(config) is None
     config.model.lora.send = "adapter"
-    assert adapter_settings(config) == AdapterSettings(max_rank=12)
+    assert adapters_of(config) == AdapterSettings(max_rank=12)
 
 
 def test_adapters_on_disk_are_held_beside_the_policys(base: Path, tmp_path: Path) -> None:
@@ -182,11 +186,11 @@ def test_adapters_on_disk_are_held_beside_the_policys(base: Path, tmp_path: Path
     with_lora(plain, rank=5).save_pretrained(str(tmp_path))
     config = Config()
     config.model.path, config.model.adapters = str(base), {"five": str(tmp_path)}
-    assert adapter_settings(config) == AdapterSettings(max_rank=5, others=(("five", str(tmp_path)),))
+    assert adapters_of(config) == AdapterSettings(max_rank=5, others=(("five", str(tmp_path)),))
     for name, message in (
         ("policy", "policy is the name of another model"),
         ("a/b", "'a/b' becomes part of file names"),
     ):
         config.model.adapters = {name: str(tmp_path)}
         with pytest.raises(ConfigError, match=message):
-            adapter_settings(config)
+            adapters_of(config)

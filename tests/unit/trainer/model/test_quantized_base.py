@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.config.schema import Config
@@ -21,6 +22,10 @@ from scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
 from tests.fixtures.models import tiny_qwen3
 
 LORA = LoraConfig(rank=4, alpha=8)
+
+
+def adapters_of(config: Config) -> AdapterSettings | None:
+    return adapter_settings(config.model, config.rollout, correction_mode=config.correction.mode)
 
 
 @pytest.fixture
@@ -102,14 +107,14 @@ def test_under_zero3_they_are_refused(base: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_engines_get_adapters_only(base: Path) -> None:
-    assert adapter_settings(settings(base)) is not None
+    assert adapters_of(settings(base)) is not None
     with pytest.raises(ConfigError, match=r"model\.lora\.send=merged.*set model\.lora\.send=adapter"):
-        adapter_settings(settings(base, send="merged"))
+        adapters_of(settings(base, send="merged"))
     twice = settings(base)
     twice.rollout.quantization = "fp8_per_channel"
     with pytest.raises(ConfigError, match=r"quantized already \(compressed-tensors\); set rollout\.quantization=null"):
-        adapter_settings(twice)
+        adapters_of(twice)
     uncorrected = settings(base)
     uncorrected.correction.mode = "sequence_truncate"
     with pytest.raises(ConfigError, match=r"does not correct per token; set correction=token_truncate"):
-        adapter_settings(uncorrected)
+        adapters_of(uncorrected)

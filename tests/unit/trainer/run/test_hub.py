@@ -85,7 +85,11 @@ def test_the_directory_of_the_model_is_uploaded_with_its_card(monkeypatch: pytes
     stub = StubApi()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: stub)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert hub.push(tmp_path, config(), METRICS) == "https://huggingface.co/me/better"
+    made = config()
+    assert (
+        hub.push(tmp_path, made.hub, card=hub.model_card(made, METRICS), updates=made.updates)
+        == "https://huggingface.co/me/better"
+    )
     assert stub.calls == [
         ("me/better", {"private": True, "exist_ok": True}),
         ("me/better", ["README.md", "model.safetensors"]),
@@ -99,7 +103,7 @@ def test_a_failed_upload_reports_where_the_model_is(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Offline)
     with pytest.raises(HubError, match=rf"no route to host.*hf upload me/better {tmp_path}"):
-        hub.push(tmp_path, config(), {})
+        hub.push(tmp_path, config().hub, card="", updates=7)
 
 
 def test_the_last_value_of_each_metric_counts(tmp_path: Path) -> None:

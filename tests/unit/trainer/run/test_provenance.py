@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,16 @@ def test_a_run_records_the_hash_of_its_loss_so_that_a_resumed_one_sees_the_chang
     file = tmp_path / "own.py"
     file.write_text("def fn(inputs): ...\n")
     config = Config(algorithm=AlgorithmConfig(loss=f"{file}:fn"))
-    before = with_hashes(config, FakeRank())
+    before = replace(config, algorithm=with_hashes(config.algorithm, FakeRank()))
     assert before.algorithm.loss_sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     assert before.algorithm.advantage_sha256 is None
     file.write_text("def fn(inputs): return 1\n")
-    after = with_hashes(config, FakeRank())
+    after = replace(config, algorithm=with_hashes(config.algorithm, FakeRank()))
     assert list(changes(plain(before), plain(after))) == ["algorithm.loss_sha256"]
 
 
 def test_built_in_names_have_no_hash():
-    assert with_hashes(Config(), FakeRank()) == Config()
+    assert with_hashes(AlgorithmConfig(), FakeRank()) == AlgorithmConfig()
 
 
 def test_ranks_with_different_files_end_together(tmp_path: Path):
@@ -43,7 +44,7 @@ def test_ranks_with_different_files_end_together(tmp_path: Path):
     def work(distributed: FakeRank) -> str:
         path = tmp_path / ("a.py", "b.py")[distributed.rank]
         with pytest.raises(ConfigError, match="rank 1 has another file than rank 0"):
-            with_hashes(Config(algorithm=AlgorithmConfig(loss=f"{path}:fn")), distributed)
+            with_hashes(AlgorithmConfig(loss=f"{path}:fn"), distributed)
         return "ended"
 
     assert on_ranks(2, work) == ["ended", "ended"]

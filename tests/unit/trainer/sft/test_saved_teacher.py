@@ -32,7 +32,7 @@ STEPS = (range(0, 3), range(3, 5))
 
 @pytest.fixture(autouse=True)
 def _vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, config: VOCAB_SIZE)
+    monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, **settings: VOCAB_SIZE)
 
 
 def step(numbers: range) -> tuple[list[Rollout], StepBatch]:
@@ -72,7 +72,9 @@ def opened(
     run: Path, sets: list[list[Demonstration]], said: list[str] | None = None, top_k: int = TOP_K
 ) -> SavedTeacher:
     say = [].append if said is None else said.append
-    return SavedTeacher.open(config(run, top_k), FakeRank(), sets, say=say)
+    made = config(run, top_k)
+    data_sets = made.demonstration_sets().values()
+    return SavedTeacher.open(data_sets, made.model, FakeRank(), sets, top_k=made.plan.teacher_top_k, say=say)
 
 
 @pytest.mark.parametrize("top_k", [TOP_K, 2])
@@ -97,8 +99,12 @@ def test_rows_of_several_steps_get_their_scores_in_any_order(run: Path, top_k: i
 def test_only_rank_0_reads_the_files(run: Path) -> None:
     sets = [demonstrations(STEPS[0])]
 
+    made = config(run)
+    data_sets = made.demonstration_sets().values()
+
     def scored(rank: FakeRank) -> StepBatch:
-        teacher = SavedTeacher.open(config(run), rank, sets if rank.is_main else None, say=lambda text: None)
+        own = sets if rank.is_main else None
+        teacher = SavedTeacher.open(data_sets, made.model, rank, own, top_k=TOP_K, say=lambda text: None)
         return teacher.scored(batch_of(sets[0] if rank.is_main else []), ())
 
     main, other = on_ranks(2, scored)
@@ -124,7 +130,7 @@ def test_too_few_probable_tokens_are_refused(run: Path) -> None:
 
 
 def test_tokens_that_the_student_does_not_have_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, config: 5)
+    monkeypatch.setattr(saved_teacher, "vocab_size_of", lambda path, **settings: 5)
     made = demonstrations(STEPS[0])
     with pytest.raises(DataError, match="but the student has 5 ids"):
         opened(run, [made])
