@@ -29,18 +29,20 @@ class Stopwatch:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self._on_stage(name)
-        self._count()
+        self._count(waits=bool(self._open))
         self._open.append(name)
+        has_failed = True
         try:
             with record_function(f"lockstep/{name}"):  # for `profile=true`; costs microseconds without it
                 yield
+            has_failed = False
         finally:
-            self._count()
+            self._count(waits=not has_failed)  # a device in error may never answer
             self._open.pop()
 
-    def _count(self) -> None:
-        """Count the time since the last change of stage for the one that was open."""
-        if self._open and torch.accelerator.is_available():
+    def _count(self, *, waits: bool) -> None:
+        """Count the time since the last change of stage for the one that was open. waits: for the device's kernels."""
+        if waits and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         now = time.perf_counter()
         if self._open:

@@ -45,9 +45,10 @@ def test_refused_words_are_found_in_python(
     assert found(text, "a.py", tmp_path, monkeypatch) == sorted(expected)
 
 
-def test_a_participle_is_no_name_of_a_function_or_a_class() -> None:
-    source = "class _Found: pass\ndef read(): found = 1\nasync def shown(): pass"
-    assert [(line, name) for line, name, _ in check_prose.check_definitions(source)] == [(1, "_Found"), (3, "shown")]
+def test_a_participle_is_no_name_of_a_function_a_class_or_a_variable() -> None:
+    source = "class _Found: pass\ndef read(): found = 1\nasync def shown(): pass\nclass Row: given: int"
+    findings = [(line, name) for line, name, _ in check_prose.check_definitions(source)]
+    assert findings == [(1, "_Found"), (2, "found"), (3, "shown")]
 
 
 def test_pending_and_excepted_files_exist() -> None:

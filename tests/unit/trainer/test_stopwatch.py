@@ -35,3 +35,16 @@ def test_the_begin_of_a_stage_is_told():
         assert begun == ["score"]
     with watch.stage("update"):
         assert begun == ["score", "update"]
+
+
+def test_the_time_of_an_inner_stage_is_not_that_of_the_outer_one():
+    watch = Stopwatch()
+    with watch.stage("update"):
+        time.sleep(0.02)
+        with watch.stage("data"):
+            time.sleep(0.1)
+        time.sleep(0.02)
+    assert watch.seconds("data") >= 0.1
+    assert watch.seconds("update") >= 0.04
+    metrics = watch.metrics()
+    assert metrics["time/update"] + metrics["time/data"] <= metrics["time/step"]
