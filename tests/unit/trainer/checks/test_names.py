@@ -84,7 +84,7 @@ def test_a_class_of_a_file_that_extends_one_of_ours_keeps_the_default_of_turns(t
     written = "from lockstep.rollout.environments.tools import ToolEnvironment\nclass Mine(ToolEnvironment): ...\n"
     (tmp_path / "mine.py").write_text(written)
     config = composed(f"environment.name={tmp_path}/mine.py:Mine")
-    assert list(environment_problems(config)) == []
+    assert list(environment_problems(config.environment, config.max_turns)) == []
     assert config.max_turns == 3
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lockstep.trainer.update.components.kl_component import kl_component
+from lockstep.trainer.update.components.table import IS_PART
 from tests.fixtures.loss_steps import COUNT, computed, loss_step, outputs_of
 
 
@@ -22,5 +23,6 @@ def test_its_loss_is_the_estimate_of_each_token_and_its_weight_the_coefficient(e
 
 
 def test_there_is_none_without_a_reference_or_with_the_penalty_in_the_reward() -> None:
-    assert kl_component(loss_step(has_reference=False)) is None
-    assert kl_component(loss_step(kl_coef=0.3, kl_place="reward")) is None
+    assert IS_PART["kl"](loss_step(kl_coef=0.3))
+    assert not IS_PART["kl"](loss_step(has_reference=False))
+    assert not IS_PART["kl"](loss_step(kl_coef=0.3, kl_place="reward"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep.trainer.update.components.table import IS_PART
 from lockstep.trainer.update.components.value_component import value_component
 from tests.fixtures.loss_steps import COUNT, computed, loss_step, outputs_of
 
@@ -33,4 +34,5 @@ def test_the_clip_is_around_the_values_before_the_update() -> None:
 
 
 def test_there_is_none_without_a_critic() -> None:
-    assert value_component(loss_step()) is None
+    assert IS_PART["value"](loss_step(has_critic=True))
+    assert not IS_PART["value"](loss_step())
