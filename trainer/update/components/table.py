@@ -19,7 +19,7 @@ IS_PART: dict[str, Callable[[RolloutStep], bool]] = {
     "router": lambda step: True,
     "teacher": lambda step: step.algorithm.teacher_divergence != "off",
 }
-"""True if the component is part of the loss, or is measured; in the order in which their losses are added."""
+"""Condition of each component: True if the step computes it. In the order in which their losses are added."""
 ON_ROLLOUTS = OnDemand[Callable[[RolloutStep], Term]](
     str(__package__), {name: f"{name}_component:{name}_component" for name in IS_PART}
 )

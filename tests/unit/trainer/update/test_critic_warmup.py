@@ -19,6 +19,8 @@ from lockstep.trainer.credit.targets import Logprobs
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.critic import ActorCritic, Critic
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.update.components.component import TokenSet
+from lockstep.trainer.update.components.demonstrations_component import demonstrations_component
 from lockstep.trainer.update.entropy_control import EntropyControl
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from lockstep.trainer.update.updater import Updater
@@ -152,3 +154,32 @@ def test_a_resumed_run_continues_its_warmup() -> None:
 
 def test_without_a_critic_there_is_no_warmup() -> None:
     assert not Config(algorithm=AlgorithmConfig(critic_warmup=5)).plan.trains_critic_alone(0)
+
+
+class Given:
+    """Rows beside the rollouts, of which the number of draws counts."""
+
+    name = "given"
+    cursor = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def draw(self, stage: object) -> StepBatch:
+        self.cursor += 1
+        return batch()
+
+    def token_set(self, rows: StepBatch, *, update: int, routers: object) -> TokenSet:
+        term = demonstrations_component(self.name, weight=1.0, num_tokens=rows.layout.num_tokens)
+        return TokenSet(batch=rows, rows=range(len(rows.rows)), terms=[term])
+
+
+def test_rows_beside_the_rollouts_are_not_drawn_until_the_warmup_is_over() -> None:
+    """They train the policy; drawn and not trained they would be lost."""
+    algorithm, given = AlgorithmConfig(advantage="gae", critic_warmup=2, epochs=3), Given()
+    module, step = actor_critic(), batch()
+    updater = Updater(module, TrainingRank(module), Config(algorithm=algorithm, optimizer=OPTIMIZER), given=[given])
+    logprobs = Logprobs(old=Recomputed(torch.full((6,), -5.0)), values_N=torch.zeros(6))
+    correction = StepCorrection.of(step, logprobs.old, CorrectionConfig(mode="off"))
+    updater.update(step, critic_targets(step, logprobs, correction, algorithm, kl_coef=0.0).targets)
+    assert (updater.num_updates, given.cursor) == (3, 1)

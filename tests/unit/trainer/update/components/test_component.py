@@ -187,3 +187,15 @@ def test_a_loss_that_reports_names_of_the_trainer_does_not_replace_them(policy: 
     updater.loss.function = loss
     metrics = updater.update(batch, targets).metrics
     assert {name: metrics[name] for name in names} == {name: expected[name] for name in names}
+
+
+def test_rows_of_others_make_a_step_of_their_own_only_in_a_run_without_rollouts(policy: Policy, given: Given) -> None:
+    """A rollout batch without a trainable rollout trains nothing; `algorithm=sft` has none and trains each time."""
+    empty = StepBatch.of([], mask_truncated=False)
+    for trains_on, num_updates in (("rollouts", 0), ("demonstrations", 1)):
+        made = config(trains_on=trains_on)
+        updater = Updater(policy, FakeRank(policy), made, given=[given])
+        report = updater.update(empty, good(empty, made))
+        assert updater.num_updates == num_updates
+        assert set(report.given) == ({given.name} if num_updates else set())
+        assert ("loss/policy" in report.metrics) is False
