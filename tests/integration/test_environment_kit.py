@@ -180,7 +180,7 @@ def own(base: Config, tmp_path: Path) -> list[str]:
     )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
     return [
-        "own.py:Own", "--data", "rows.jsonl", "--rows", "4", "--samples", "2", "--deadline", "1",
+        "own.py:Own", "--data", "rows.jsonl", "--rows", "4", "--samples", "2",
         f"model.path={base.model.path}", "model.dtype=float32", "reward.functions=[exact_match]",
         "rollout.kv_cache_gib=0.125",
     ]  # fmt: skip
@@ -196,7 +196,7 @@ def test_the_command_examines_an_environment_of_a_file(own: list[str], tmp_path:
 
 
 def test_a_step_that_blocks_the_loop_is_killed_and_named(own: list[str], tmp_path: Path) -> None:
-    done = check([*own, "environment.settings.code='time.sleep(1000)'"], tmp_path)
+    done = check([*own, "--deadline", "1", "environment.settings.code='time.sleep(1000)'"], tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Own.step after " in done.stdout
     assert "did not return and blocked all episodes (line 15 of own.py, in step)" in done.stdout
