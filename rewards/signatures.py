@@ -18,13 +18,14 @@ from typing import Any
 
 from lockstep.rewards.batches import GROUP_PARAMETER, BatchReward, each, group_wise, plain
 from lockstep.rewards.meter import current
-from lockstep.rewards.trl import PASSED, from_trl, keyword_arguments, log_column, sampled_text
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.safe_text import error_text
 
 NOT_BY_NAME = (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 """Kinds of parameters that a setting cannot name."""
+TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments that TRL 1.16 passes beside the columns."""
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 FOREIGN = {
     "OpenRLHF": [{"queries"}],
@@ -51,8 +52,10 @@ def adapt(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) 
     parameters = _parameters(name, function)
     refuse_foreign(name, list(parameters))
     kinds = [parameter.kind for parameter in parameters.values()]
-    if parameters.keys() & {*PASSED, "environments"} or kinds == [Parameter.VAR_KEYWORD]:
+    if parameters.keys() & {*TRL, "environments"} or kinds == [Parameter.VAR_KEYWORD]:
         _refuse_unpassed(name, parameters, parameters.keys() - {"environments"}, "TRL")
+        from lockstep.rewards.trl import from_trl
+
         return from_trl(function, **settings)
     if "solution_str" in parameters:
         _refuse_unpassed(name, parameters, {*VERL, *settings}, "verl")
@@ -98,7 +101,7 @@ def refuse_foreign(name: str, parameters: Sequence[str]) -> None:
     for trainer, marks in FOREIGN.items():
         if any(mark <= {*parameters} for mark in marks):
             raise _refusal(name, parameters, f"is that of {trainer}, which needs objects of its trainer")
-    if parameters and parameters[0] in TEXTS and not {*parameters} & {*PASSED, "solution_str"}:
+    if parameters and parameters[0] in TEXTS and not {*parameters} & {*TRL, "solution_str"}:
         raise _refusal(name, parameters)
 
 
@@ -147,6 +150,8 @@ def _parameters(name: str, function: Callable[..., Any]) -> Mapping[str, Paramet
 
 
 def _verl(parameters: Mapping[str, Parameter], rollout: Rollout) -> Mapping[str, Any]:
+    from lockstep.rewards.trl import keyword_arguments, sampled_text
+
     row = rollout.example
     reward_model = row.get("reward_model")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
@@ -164,6 +169,8 @@ def _verl_score(value: Any) -> Any:
     """Return the score of a dictionary, and log its other values."""
     if not isinstance(value, Mapping):
         return value
+    from lockstep.rewards.trl import log_column
+
     for column in value.keys() - {"score"}:
         log_column(current(), 1, column, [value[column]])
     return plain(value["score"])

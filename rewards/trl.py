@@ -29,8 +29,6 @@ from lockstep.rollout.records import Message, Rollout
 from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.system.deadline import function_name
 
-PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Arguments that TRL 1.16 passes beside the columns."""
 _RENAMED = ("prompt", "completion", "completion_ids")
 """Keys of a data row that TRL passes under other names."""
 

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -42,9 +42,11 @@ from lockstep.trainer.compose import (
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.resumption import check_resumed, new_run_hint, saved_run, store_base
 from lockstep.trainer.setting import declarations, free_form
 from lockstep.trainer.words import refuse_unreadable
+
+if TYPE_CHECKING:
+    from lockstep.trainer.resumption import SavedRun
 
 INTERRUPTED = "interrupted"
 EXIT_LIMIT_S = 60.0
@@ -91,11 +93,15 @@ def launch(
     configs: list[Any] = []
     notices: list[str] = []
     words = sys.argv[1:]
+    stored_run: SavedRun | None = None
     try:
         refuse_unreadable(words, schema(config_class))
-        stored_run = saved_run(words) if config_class is Config else None
-        if stored_run is not None:
-            config_name = store_base(stored_run.settings, path=stored_run.path)
+        if config_class is Config and sets(words, "resume"):
+            from lockstep.trainer.resumption import check_resumed, saved_run, store_base  # a new run does not load it
+
+            stored_run = saved_run(words)
+            if stored_run is not None:
+                config_name = store_base(stored_run.settings, path=stored_run.path)
         # Hydra adds lines to errors of its task, so the task only returns the tree.
         _composed_by(hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(trees.append))
         for tree in trees:  # empty after --help and --cfg
@@ -111,7 +117,11 @@ def launch(
         _print(explain(error, config_class))
         sys.exit(2)
     except LockstepError as error:
-        hint = new_run_hint(words)
+        hint = None
+        if sets(words, "resume"):
+            from lockstep.trainer.resumption import new_run_hint
+
+            hint = new_run_hint(words)
         if hint and not sets(words, "experiment", *chain(*TASK.values())):  # a mistyped name, and nothing else to mend
             messages = [f"{hint}; name a run, or set model.path, data.path and reward for a new one"]
         else:

@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.rollout.environments import declaration, make_environment
 from lockstep.rollout.environments.declaration import declaration_of
 from lockstep.rollout.environments.mixed import parts_of
-from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import LATEST, behind_link
 from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig
@@ -205,7 +204,7 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
 
 def _environment(settings: EnvironmentConfig, turns: int) -> str:
     environment = make_environment(settings.name, **settings.settings)
-    tools = [tool["function"]["name"] for tool in environment.tools] if isinstance(environment, ToolEnvironment) else []
+    tools = [tool["function"]["name"] for tool in getattr(environment, "tools", ())]
     suffix = f" with the tool{'s' * (len(tools) > 1)} {', '.join(tools)}" if tools else ""
     is_deterministic = all(declaration_of(part).is_deterministic for part in parts_of(environment))
     differs = "" if is_deterministic else ", whose answers may differ from run to run"

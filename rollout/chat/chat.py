@@ -16,19 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from lockstep.rollout.chat.harmony import CONTROL_IDS, STOPS, HarmonyRenderer, load_encoding, parity, parse_harmony
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.chat.template import History, TemplateRenderer
 from lockstep.rollout.chat.template_files import CONTROL_TOKENS, template_text
-from lockstep.rollout.chat.tool_calls import Turn, parse_hermes, parse_llama3
+from lockstep.rollout.chat.tool_calls import HARMONY_STOPS, Turn, parse_hermes, parse_llama3
 from lockstep.rollout.errors import ConfigError, TemplateError
 from lockstep.rollout.records import EngineCall, Message
 from lockstep.rollout.safe_text import error_text
 
-_STOPS = {"llama3": ("<|eot_id|>", "<|eom_id|>"), "harmony": STOPS, "hermes": ()}
+if TYPE_CHECKING:  # with openai_harmony, for models of this format
+    from lockstep.rollout.chat.harmony import HarmonyRenderer
+
+_STOPS = {"llama3": ("<|eot_id|>", "<|eom_id|>"), "harmony": HARMONY_STOPS, "hermes": ()}
 """End-of-turn tokens of each format that a template may show only in some turns, for example after a tool call."""
 
 
@@ -56,18 +59,21 @@ class Chat:
         self._shows_tools = False
         """True once a prompt with tools differed from the one without them."""
         self._renderer: HarmonyRenderer | TemplateRenderer
-        if CONTROL_IDS.items() <= vocabulary.items():
-            self._renderer = HarmonyRenderer(load_encoding(), history=History(history), stop_token_ids=stops)
-        else:
-            self._renderer = TemplateRenderer(
-                tokenizer,
-                history=History(history),
-                parse=self._parse_text,
-                read=self._read,
-                stop_token_ids=stops,
-                closing_tokens=["<|end|>"] if self._format == "harmony" else [],
-            )
-            self._opens_reasoning = self._renderer.opens_reasoning
+        if self._format == "harmony":
+            from lockstep.rollout.chat.harmony import CONTROL_IDS, HarmonyRenderer, load_encoding
+
+            if CONTROL_IDS.items() <= vocabulary.items():
+                self._renderer = HarmonyRenderer(load_encoding(), history=History(history), stop_token_ids=stops)
+                return
+        self._renderer = TemplateRenderer(
+            tokenizer,
+            history=History(history),
+            parse=self._parse_text,
+            read=self._read,
+            stop_token_ids=stops,
+            closing_tokens=["<|end|>"] if self._format == "harmony" else [],
+        )
+        self._opens_reasoning = self._renderer.opens_reasoning
 
     @classmethod
     def from_pretrained(
@@ -135,8 +141,10 @@ class Chat:
 
     def parity(self, messages: Sequence[Message]) -> str:
         """Compare the two renderers of a Harmony model on a prompt, in a sentence; "" for a model with one renderer."""
-        if not isinstance(self._renderer, HarmonyRenderer) or self.tokenizer.chat_template is None:
+        if isinstance(self._renderer, TemplateRenderer) or self.tokenizer.chat_template is None:
             return ""
+        from lockstep.rollout.chat.harmony import parity
+
         return parity(self.tokenizer, self._renderer, messages)
 
     def parse(
@@ -172,6 +180,8 @@ class Chat:
             names = [tool.get("function", tool).get("name", "") for tool in tools]
             return parse_llama3(text, tool_names=names, reasoning_is_open=self._opens_reasoning)
         if self._format == "harmony":
+            from lockstep.rollout.chat.harmony import parse_harmony
+
             return parse_harmony(text)
         return parse_hermes(text, reasoning_is_open=self._opens_reasoning)
 

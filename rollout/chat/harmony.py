@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.rollout.chat.messages import Tools, normalize_messages
 from lockstep.rollout.chat.template import History
-from lockstep.rollout.chat.tool_calls import ToolCall, Turn, read_arguments
+from lockstep.rollout.chat.tool_calls import HARMONY_STOPS, ToolCall, Turn, read_arguments
 from lockstep.rollout.chat.untrusted import word_not_in
 from lockstep.rollout.errors import ConfigError, TemplateError
 from lockstep.rollout.records import EngineCall, Message
@@ -41,9 +41,6 @@ CONTROL_IDS: Mapping[str, int] = {
     "<|call|>": 200012,
 }
 """Control tokens of the o200k_harmony encoding. A tokenizer with these ids is that of gpt-oss."""
-
-STOPS = ("<|return|>", "<|call|>")
-"""Tokens that end a turn. `<|end|>` closes a message, and a turn may hold several (analysis, then final)."""
 
 _CALL_RECIPIENT = "functions."
 
@@ -65,7 +62,7 @@ class HarmonyRenderer:
     def __init__(
         self, encoding: harmony.HarmonyEncoding, *, history: History, stop_token_ids: Sequence[int] = ()
     ) -> None:
-        own_stops = [CONTROL_IDS[text] for text in STOPS]
+        own_stops = [CONTROL_IDS[text] for text in HARMONY_STOPS]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*own_stops, *stop_token_ids]))
         self._encoding = encoding
         self._history = history

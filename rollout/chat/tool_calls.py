@@ -26,6 +26,8 @@ from lockstep.rollout.replies import MAX_DEPTH, depth_of
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+HARMONY_STOPS = ("<|return|>", "<|call|>")
+"""Tokens that end a turn of gpt-oss. `<|end|>` closes a message, and a turn may hold several (analysis, then final)."""
 
 _HERMES_CALL = re.compile(rf"{TOOL_CALL_OPEN}(.*?)(?:{TOOL_CALL_CLOSE}|(?={TOOL_CALL_OPEN})|\Z)", re.DOTALL)
 

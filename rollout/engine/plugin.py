@@ -18,10 +18,9 @@ from lockstep.rollout.engine import adapters
 from lockstep.rollout.engine.repairs import (
     cpu_convolutions,
     cpu_delta_net,
-    cpu_fp8,
-    cpu_int8,
     cpu_logprobs,
     cpu_lora,
+    cpu_products,
     cpu_rotary,
     cpu_router,
     cpu_routes,
@@ -83,8 +82,7 @@ def register() -> None:
     if current_platform.is_cpu():
         cpu_logprobs.install()
         cpu_delta_net.install()
-        cpu_fp8.install()
-        cpu_int8.install()
+        cpu_products.install()
         cpu_lora.install()
         cpu_convolutions.install()
         cpu_rotary.install()

@@ -45,6 +45,16 @@ class ToolEnvironment:
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
         return self.read_row(example)
 
+    async def problem(self) -> str | None:
+        return (
+            None
+            if self.tools
+            else (
+                f"{type(self).__name__} has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
+                "environment=single_turn"
+            )
+        )
+
     async def step(self, message: Message) -> Step:
         results = await self._toolbox.answer(message)
         return Step(

@@ -20,7 +20,6 @@ from lockstep.rollout.environments import environment_class, environment_names, 
 from lockstep.rollout.environments.declaration import declaration_of
 from lockstep.rollout.environments.drivers import turn_by_turn
 from lockstep.rollout.environments.mixed import parts_of
-from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.episode.environment import ChecksSystem, Environment, RunsItself
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -293,11 +292,6 @@ def environment_problems(settings: EnvironmentConfig, max_turns: int) -> Iterato
                 f"environment {type(part).__name__} declares max_turns={turns}, which is not read from a file; set "
                 f"environment.max_turns={turns}"
             )
-    if type(environment) is ToolEnvironment and not environment.tools:
-        yield (
-            f"environment={name} has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
-            "environment=single_turn"
-        )
 
 
 def _part_problems(part: Environment | RunsItself) -> Iterator[str]:

@@ -28,7 +28,6 @@ from lockstep.trainer.data.prompts import DataSet, Prompts, heldout_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
 from lockstep.trainer.engines.run_engines import Engines, start_engines
-from lockstep.trainer.evaluate.evaluation import Evaluation
 from lockstep.trainer.model.chosen import with_chosen
 from lockstep.trainer.model.critic import policy_of, with_critic
 from lockstep.trainer.model.families import unproven
@@ -49,11 +48,12 @@ from lockstep.trainer.update.updater import Updater
 if TYPE_CHECKING:  # of runs that need them
     from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
     from lockstep.trainer.engines.teacher import Teacher
+    from lockstep.trainer.evaluate.evaluation import Evaluation
     from lockstep.trainer.sft.demonstration_rows import Demonstrations
     from lockstep.trainer.sft.heldout_demonstrations import HeldoutDemonstrations
 
 
-Evaluate = Callable[[RunConsole], Evaluation | None]
+Evaluate = Callable[[RunConsole], "Evaluation | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

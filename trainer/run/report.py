@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,6 @@ from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.credit.targets import Targets
-from lockstep.trainer.evaluate.evaluation import Evaluation
 from lockstep.trainer.model.memory_plan import GIB
 from lockstep.trainer.model.shape import update_flops
 from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, notes
@@ -28,6 +28,9 @@ from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.next_steps import script
 from lockstep.trainer.update.batch_dumps import Attempt, write_dump
 from lockstep.trainer.update.schedule import is_due
+
+if TYPE_CHECKING:
+    from lockstep.trainer.evaluate.evaluation import Evaluation
 
 
 class Reporter:

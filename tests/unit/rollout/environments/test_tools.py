@@ -14,3 +14,8 @@ async def test_tools_come_from_functions_and_files(tmp_path):
     assert [tool["function"]["name"] for tool in environment.tools] == ["calculator", "now"]
     await environment.reset({"question": "q"})
     assert (await environment.step(use("now"))).messages[0]["content"] == "noon"
+
+
+async def test_an_environment_without_tools_says_how_to_get_some():
+    assert "has no tools; set 'environment.settings.files=[" in str(await ToolEnvironment().problem())
+    assert await ToolEnvironment([calculator]).problem() is None
