@@ -396,7 +396,8 @@ class _Replay:
         torch.manual_seed(config.seed)
         policy = load_policy(config)
         self._vocab_size = policy.vocab_size
-        module = with_critic(policy, config)
+        has_critic, context = config.plan.has_critic, config.rotary_context
+        module = with_critic(policy, config.model, has_critic=has_critic, engine_context=context)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
         sources = [] if demonstrations is None else [demonstrations]

@@ -138,11 +138,6 @@ class Config:
         return PACK_TOKENS if self.token_budget is None else self.token_budget
 
     @property
-    def is_checkpointed(self) -> bool:
-        """model.gradient_checkpointing with null resolved, as long as no memory plan has chosen it."""
-        return bool(self.model.gradient_checkpointing)
-
-    @property
     def plan(self) -> StepPlan:
         """Plan of a step: what it scores and replays, and what its rows keep."""
         return StepPlan.of(self.algorithm, self.correction, self.demonstrations)
@@ -159,6 +154,11 @@ class Config:
         """Context of the engines that sample [tokens]; one more than a row has if they also score whole rows as the
         teacher, because vLLM samples a token after those that it scores."""
         return self.rollout.max_model_len + (self.teacher.source == "policy")
+
+    @property
+    def rotary_context(self) -> int | None:
+        """engine_context where the trainer's rotary positions depend on it; None without rollouts."""
+        return self.engine_context if self.has_rollouts else None
 
     @property
     def pause_mode(self) -> str:

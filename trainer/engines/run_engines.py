@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.start import engine_settings, start_members
-from lockstep.trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
+from lockstep.trainer.model.memory_plan import GIB, USABLE, MemoryPlan, cache_gib_left, memory_plan
 from lockstep.trainer.model.shape import planned_shape
 
 if TYPE_CHECKING:
@@ -66,13 +66,19 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
 
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
+
+    def plan_memory() -> MemoryPlan:
+        has_critic, context = config.plan.has_critic, config.rotary_context
+        shape = planned_shape(config.model, config.algorithm, has_critic=has_critic, engine_context=context)
+        return memory_plan(shape, config, distributed.sharding)
+
     if config.rollout.engine == "colocated":
         own = distributed.together(
             lambda: EmbeddedEngine(
                 engine_settings(
                     config,
                     local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-                    **_memory(config, distributed),
+                    **_memory(plan_memory, available=distributed.device_memory),
                 ),
                 loop=loop,
                 log_path=logs / ("engine.log" if distributed.is_main else f"engine-{distributed.rank}.log"),
@@ -84,7 +90,9 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
     def start() -> Engines:
         if not distributed.is_main:
             return Engines(loop=loop)
-        memory = _memory(config, distributed) if config.rollout.engine == "embedded" else {}
+        memory = (
+            _memory(plan_memory, available=distributed.device_memory) if config.rollout.engine == "embedded" else {}
+        )
         members = start_members(config, loop=loop, log_path=logs / "engine.log", **memory)
         return Engines(loop=loop, pool=EnginePool(members), synced=members)
 
@@ -129,19 +137,14 @@ def check_allocator(variables: Mapping[str, str]) -> None:
             )
 
 
-def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
+def _memory(plan_memory: Callable[[], MemoryPlan], *, available: int) -> dict[str, float]:
     """Return `kv_cache_gib` and `gpu_memory_utilization` of this rank's engine, configured or planned; nothing on a
     CPU."""
     if not torch.cuda.is_available():
         return {}
     check_allocator(os.environ)
-    cache_gib = config.rollout.kv_cache_gib
-    plan = memory_plan(
-        planned_shape(config),
-        config,
-        distributed.sharding,
-    )
-    available = distributed.device_memory
+    plan = plan_memory()
+    cache_gib = plan.rollout.kv_cache_gib
     if cache_gib is None:
         cache_gib = cache_gib_left(plan, available=available)
     # vLLM starts only if this share is free; a restarted engine finds the trainer's memory in use.
