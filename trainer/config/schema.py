@@ -145,9 +145,7 @@ class Config:
     @property
     def has_teacher(self) -> bool:
         """True if a teacher scores rollouts or demonstrations in the run."""
-        return self.teacher.source in ("policy", "average") or (
-            self.teacher.source == "model" and self.teacher.path is not None
-        )
+        return self.teacher.scores
 
     @property
     def engine_context(self) -> int:

@@ -141,7 +141,7 @@ class _Assembly:
         if config.has_teacher:
             from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 
-            distributed.together(lambda: refuse_unfit_teacher(config))
+            distributed.together(lambda: refuse_unfit_teacher(config.teacher, config.model, config.rollout))
         chat = make_chat(config)
         demonstrations = self._demonstrations(chat)
         prompts = None

@@ -103,10 +103,11 @@ def dry_run(config: Config) -> None:
         chat = make_chat(config)
         if config.has_rollouts:
             refuse_dense(config.model, config.correction.routing_replay)
-            engine = engine_settings(config)
+            context = config.engine_context
+            engine = engine_settings(config.model, config.rollout, config.correction, seed=config.seed, context=context)
             if config.rollout.engine != "server":
                 check_engine(engine)
-        refuse_unfit_teacher(config)
+        refuse_unfit_teacher(config.teacher, config.model, config.rollout)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
         heldout = {}
