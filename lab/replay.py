@@ -100,7 +100,8 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     with distributed:
         replayer = _Replay(run, config, distributed)
         replayer.say(f"replay of      {redact_text(str(path))}")
-        if programs := outside_of(config) if sample else outside_of_update(config):
+        demonstrations = config.demonstration_sets()
+        if programs := outside_of(config) if sample else outside_of_update(demonstrations, config.algorithm):
             text = redact_text(", ".join(programs))
             replayer.say(f"code, programs, addresses and variables used with your rights: {text}")
         if step is None:
@@ -160,7 +161,8 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
         config.reward = RewardConfig()
     if config.has_teacher:  # its scores are saved, so it is not started
         config.teacher = TeacherConfig(path=config.model.path)
-    run_names = outside_of(config) if sample else outside_of_update(config)
+    demonstrations = config.demonstration_sets()
+    run_names = outside_of(config) if sample else outside_of_update(demonstrations, config.algorithm)
     extras = [name for name in run_names if name not in own_names]
     if extras and not trusts_run:
         raise ConfigError(

@@ -95,19 +95,7 @@ class RolloutParts:
         self.rewards.close()
 
 
-def assemble(
-    config: Config,
-    distributed: Distributed,
-    directory: RunDirectory,
-    loop: BackgroundLoop,
-    console: RunConsole,
-    libraries: ThirdPartyLog,
-) -> Parts:
-    """Build the parts of a run; a collective."""
-    return _Assembly(config, distributed, directory, loop, console, libraries).parts()
-
-
-class _Assembly:
+class Assembly:
     """Builder of the parts of a run. Its methods are collectives.
 
     What only some runs need is imported where they need it.
