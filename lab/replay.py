@@ -100,7 +100,8 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
     with distributed:
         replayer = _Replay(run, config, distributed)
         replayer.say(f"replay of      {redact_text(str(path))}")
-        if programs := outside_of(config) if sample else outside_of_update(config):
+        demonstrations = config.demonstration_sets()
+        if programs := outside_of(config) if sample else outside_of_update(demonstrations, config.algorithm):
             text = redact_text(", ".join(programs))
             replayer.say(f"code, programs, addresses and variables used with your rights: {text}")
         if step is None:
@@ -160,7 +161,8 @@ def settings_of(run: Path, overrides: Sequence[str], *, sample: bool, trusts_run
         config.reward = RewardConfig()
     if config.has_teacher:  # its scores are saved, so it is not started
         config.teacher = TeacherConfig(path=config.model.path)
-    run_names = outside_of(config) if sample else outside_of_update(config)
+    demonstrations = config.demonstration_sets()
+    run_names = outside_of(config) if sample else outside_of_update(demonstrations, config.algorithm)
     extras = [name for name in run_names if name not in own_names]
     if extras and not trusts_run:
         raise ConfigError(
@@ -396,7 +398,8 @@ class _Replay:
         torch.manual_seed(config.seed)
         policy = load_policy(config)
         self._vocab_size = policy.vocab_size
-        module = with_critic(policy, config)
+        has_critic, context = config.plan.has_critic, config.rotary_context
+        module = with_critic(policy, config.model, has_critic=has_critic, engine_context=context)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
         sources = [] if demonstrations is None else [demonstrations]

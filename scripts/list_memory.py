@@ -106,7 +106,7 @@ def cells(model: str, gpus: int, rollout: str, rank: int) -> list[str]:
             least = replace(config, token_budget=ROW_TOKENS, model=replace(config.model, gradient_checkpointing=True))
             refused_gib = memory_plan(shape, least, sharding, on_gpu=True).total / GIB
             continue
-        checkpointing = "yes" if choice.is_checkpointed else "no"
+        checkpointing = "yes" if choice.model.is_checkpointed else "no"
         return [launch.name, f"{choice.pack_tokens:,}", checkpointing, left, f"{plan.total / GIB:.0f} GiB"]
     return [LAUNCHES[gpus][-1].name, "refused", "yes", "none", f"{refused_gib:.1f} GiB"]
 

@@ -43,7 +43,7 @@ def load_policy(config: Config) -> Policy:
         is_compiled=config.model.compile,
         trust_remote_code=config.model.trust_remote_code,
         lora=config.model.lora,
-        **decoder_setup(config),
+        **decoder_setup(config.model, config.rotary_context),
     )
 
 

@@ -115,7 +115,9 @@ def check_resumed(saved: SavedRun, config: Config, words: Sequence[str]) -> None
     values: Any = OmegaConf.to_container(OmegaConf.structured(config))
     if secrets := [name for name, value in leaves(values) if REDACTED in str(value)]:
         raise ConfigError(f"{saved.path} does not hold the secrets of the run; type them again: {', '.join(secrets)}")
-    _refuse_foreign_code(saved, config, words)
+    if not saved.path.resolve().is_relative_to(Path(config.run_root).resolve()):  # others may have written it
+        names, trusts = outside_of(config), config.model.trust_remote_code
+        _refuse_foreign_code(saved.path, names, words, run_root=config.run_root, trust_remote_code=trusts)
     task_changes = changed_task(saved.settings, plain(config))
     if task_changes and not config.resume_with_changes:
         listing = ", ".join(f"{name} ({flow(old)} -> {flow(new)})" for name, (old, new) in task_changes.items())
@@ -128,21 +130,21 @@ def check_resumed(saved: SavedRun, config: Config, words: Sequence[str]) -> None
             setattr(config.algorithm, f"{kind}_sha256", None)
 
 
-def _refuse_foreign_code(saved: SavedRun, config: Config, words: Sequence[str]) -> None:
+def _refuse_foreign_code(
+    path: Path, names: Sequence[str], words: Sequence[str], *, run_root: str, trust_remote_code: bool
+) -> None:
     """Raise `ConfigError` if a run from elsewhere than run_root names code or addresses that were not typed.
 
-    Others may have written it.
+    path: file of its settings. names: code and addresses there.
     """
-    if saved.path.resolve().is_relative_to(Path(config.run_root).resolve()):
-        return
     usual = outside_of(Config())
-    programs = [text for text in outside_of(config) if text not in usual and not any(text in word for word in words)]
-    if config.model.trust_remote_code and not sets(words, "model.trust_remote_code"):
+    programs = [text for text in names if text not in usual and not any(text in word for word in words)]
+    if trust_remote_code and not sets(words, "model.trust_remote_code"):
         programs.append("code that ships with the model (model.trust_remote_code=true)")
     if programs:
         raise ConfigError(
-            f"{saved.path} is not below run_root={config.run_root} and names {', '.join(programs)}, which would be "
-            "used with your rights; type the settings that name them, or set run_root to its directory if you trust it"
+            f"{path} is not below run_root={run_root} and names {', '.join(programs)}, which would be used with your "
+            "rights; type the settings that name them, or set run_root to its directory if you trust it"
         )
 
 

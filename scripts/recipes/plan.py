@@ -14,6 +14,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -23,7 +24,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.compose import CONFIG_DIR, schema, to_config
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding, set_buffers
-from lockstep.trainer.model.memory_plan import GIB, USABLE, MemoryPlan, advice, cache_gib_left, memory_plan
+from lockstep.trainer.model.memory_plan import GIB, USABLE, MemoryPlan, cache_gib_left, memory_plan
 from lockstep.trainer.model.shape import ModelShape, planned_shape, update_flops
 from scripts.recipes.declared import Recipe
 
@@ -89,7 +90,6 @@ class Plan:
     config: Config
     processes: int
     memory: MemoryPlan
-    zero_stage: int
     shape: ModelShape
 
     @property
@@ -105,7 +105,7 @@ class Plan:
         length = assumptions.sampled_tokens + assumptions.read_tokens
         flops = update_flops(self.shape, [length]) * rollouts
         # A forward pass is a third of an update: recomputed layers, old logprobs, logprobs of the reference.
-        passes = algorithm.epochs * (1 + config.is_checkpointed / 3) + (1 + bool(algorithm.kl_coef)) / 3
+        passes = algorithm.epochs * (1 + config.model.is_checkpointed / 3) + (1 + bool(algorithm.kl_coef)) / 3
         every = config.eval.every
         evaluations = (config.updates // every if every else 0) + config.eval.before_training
         return Hours(
@@ -151,12 +151,18 @@ def compose_config(overrides: list[str]) -> Config:
 
 def shape_of(config: Config) -> ModelShape:
     """Measure the trained modules. Raises `ConfigError` without a model."""
+    measure = partial(
+        planned_shape,
+        algorithm=config.algorithm,
+        has_critic=config.plan.has_critic,
+        engine_context=config.rotary_context,
+    )
     sizes = MODELS.get(config.model.path)
     if sizes is None:
-        return planned_shape(config)
+        return measure(config.model)
     with tempfile.TemporaryDirectory(prefix="lockstep-recipe-") as directory:
         Path(directory, "config.json").write_text(json.dumps(sizes))
-        return planned_shape(replace(config, model=replace(config.model, path=directory)))
+        return measure(replace(config.model, path=directory))
 
 
 def sharding_of(launch: str, processes: int) -> Sharding:
@@ -179,7 +185,6 @@ def make_plan(recipe: Recipe, *, processes: int | None = None, extra: tuple[str,
         config=config,
         processes=ranks,
         memory=memory_plan(shape, config, sharding, on_gpu=bool(recipe.gpus)),
-        zero_stage=sharding.zero_stage,
         shape=shape,
     )
 
@@ -215,7 +220,7 @@ def refusals(plan: Plan, machine: Machine) -> Iterator[str]:
         )
     elif recipe.gpus:
         available = int(machine.gpu_gib * GIB)
-        problem = advice(plan.memory, config, available=int(available * USABLE), zero_stage=plan.zero_stage)
+        problem = plan.memory.advice(available=int(available * USABLE))
         if problem is not None:
             yield f"{machine.name}: {problem}. Type one of these behind ARGS="
         elif config.rollout.kv_cache_gib is None:

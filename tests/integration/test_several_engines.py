@@ -16,7 +16,7 @@ from lockstep.rollout.errors import EngineError
 from lockstep.rollout.saved_rollouts import read_rollouts
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.engines.start import start_members
+from lockstep.trainer.engines.start import engine_settings, start_embedded
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.models import save_tiny_model
 from tests.integration.test_run import SMALL, demo, metrics, train  # noqa: F401  # `demo` is a fixture
@@ -58,11 +58,13 @@ def test_each_engine_samples_the_same_and_is_restarted_alone(tmp_path: Path) -> 
     config.model.path = str(save_tiny_model(tmp_path / "model", tied=True))
     config.rollout.num_engines, config.rollout.max_model_len = 2, 320
     config.rollout.kv_cache_gib = 0.0625
+    context = config.engine_context
+    settings = engine_settings(config.model, config.rollout, config.correction, seed=config.seed, context=context)
     sampling = Sampling(max_tokens=16, ignore_eos=True, seed=3)
 
     with BackgroundLoop() as loop:
         with forks_for_spawns():
-            first, second = start_members(config, loop=loop, log_path=tmp_path / "engine.log")
+            first, second = start_embedded(settings, 2, loop=loop, log_path=tmp_path / "engine.log")
         assert [first.name, second.name] == ["embedded engine 0", "embedded engine 1"]
         one, other = (loop.run(engine.generate(PROMPT, sampling)) for engine in (first, second))
         assert one.sampled_ids == other.sampled_ids

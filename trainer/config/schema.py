@@ -138,11 +138,6 @@ class Config:
         return PACK_TOKENS if self.token_budget is None else self.token_budget
 
     @property
-    def is_checkpointed(self) -> bool:
-        """model.gradient_checkpointing with null resolved, as long as no memory plan has chosen it."""
-        return bool(self.model.gradient_checkpointing)
-
-    @property
     def plan(self) -> StepPlan:
         """Plan of a step: what it scores and replays, and what its rows keep."""
         return StepPlan.of(self.algorithm, self.correction, self.demonstrations)
@@ -150,15 +145,18 @@ class Config:
     @property
     def has_teacher(self) -> bool:
         """True if a teacher scores rollouts or demonstrations in the run."""
-        return self.teacher.source in ("policy", "average") or (
-            self.teacher.source == "model" and self.teacher.path is not None
-        )
+        return self.teacher.scores
 
     @property
     def engine_context(self) -> int:
         """Context of the engines that sample [tokens]; one more than a row has if they also score whole rows as the
         teacher, because vLLM samples a token after those that it scores."""
         return self.rollout.max_model_len + (self.teacher.source == "policy")
+
+    @property
+    def rotary_context(self) -> int | None:
+        """engine_context where the trainer's rotary positions depend on it; None without rollouts."""
+        return self.engine_context if self.has_rollouts else None
 
     @property
     def pause_mode(self) -> str:

@@ -11,6 +11,7 @@ from lockstep.rollout.environments import declared_parts
 from lockstep.rollout.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
 from lockstep.rollout.system.user_functions import file_sha256
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import names_function
@@ -28,11 +29,11 @@ def code_of_objective(algorithm: AlgorithmConfig) -> list[str]:
     return list(filter(names_function, (algorithm.loss, algorithm.advantage)))
 
 
-def outside_of_update(config: Config) -> list[str]:
+def outside_of_update(demonstrations: Mapping[str, DataSetConfig], algorithm: AlgorithmConfig) -> list[str]:
     """Return all that a replay that trains uses outside of models and local data: code, and data at addresses."""
-    data = {"demonstrations": [asdict(one) for one in config.demonstration_sets().values()]}
+    data = {"demonstrations": [asdict(one) for one in demonstrations.values()]}
     addresses = (text for text in _texts(data) if "://" in text)
-    return list(dict.fromkeys([*code_of_objective(config.algorithm), *addresses]))
+    return list(dict.fromkeys([*code_of_objective(algorithm), *addresses]))
 
 
 def hashes(algorithm: AlgorithmConfig) -> dict[str, str]:

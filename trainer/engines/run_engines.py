@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
@@ -23,8 +24,8 @@ from lockstep.rollout.system.addresses import LOOPBACK, address_towards
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.engines.start import engine_settings, start_members
-from lockstep.trainer.model.memory_plan import GIB, USABLE, cache_gib_left, memory_plan
+from lockstep.trainer.engines.start import engine_settings, start_embedded
+from lockstep.trainer.model.memory_plan import GIB, USABLE, MemoryPlan, cache_gib_left, memory_plan
 from lockstep.trainer.model.shape import planned_shape
 
 if TYPE_CHECKING:
@@ -66,26 +67,43 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
 
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
-    if config.rollout.engine == "colocated":
+    rollout, context = config.rollout, config.engine_context
+
+    def plan_memory() -> MemoryPlan:
+        shape = planned_shape(
+            config.model, config.algorithm, has_critic=config.plan.has_critic, engine_context=config.rotary_context
+        )
+        return memory_plan(shape, config, distributed.sharding)
+
+    def settings() -> EngineSettings:
+        """Return those of this rank's engine."""
+        memory = _memory(plan_memory, available=distributed.device_memory)
+        common = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=context)
+        return replace(common, **memory)
+
+    if rollout.engine == "colocated":
+        place = (int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         own = distributed.together(
             lambda: EmbeddedEngine(
-                engine_settings(
-                    config,
-                    local_place=(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-                    **_memory(config, distributed),
-                ),
+                replace(settings(), local_place=place),
                 loop=loop,
                 log_path=logs / ("engine.log" if distributed.is_main else f"engine-{distributed.rank}.log"),
                 name=f"the engine of rank {distributed.rank}",
             )
         )
-        return _colocated(own, distributed, loop=loop, timeout_s=config.rollout.request_timeout_s + PEER_GRACE_S)
+        return _colocated(own, distributed, loop=loop, timeout_s=rollout.request_timeout_s + PEER_GRACE_S)
 
     def start() -> Engines:
         if not distributed.is_main:
             return Engines(loop=loop)
-        memory = _memory(config, distributed) if config.rollout.engine == "embedded" else {}
-        members = start_members(config, loop=loop, log_path=logs / "engine.log", **memory)
+        members: Sequence[SyncedEngine]
+        if rollout.engine == "server":
+            from lockstep.trainer.engines.servers import connect_servers  # other runs do not load its client
+
+            needs_routes = config.plan.replays_engine
+            members = connect_servers(config.model, rollout, context=context, needs_routes=needs_routes, loop=loop)
+        else:
+            members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=logs / "engine.log")
         return Engines(loop=loop, pool=EnginePool(members), synced=members)
 
     return distributed.together(start)
@@ -129,19 +147,14 @@ def check_allocator(variables: Mapping[str, str]) -> None:
             )
 
 
-def _memory(config: Config, distributed: Distributed) -> dict[str, float]:
+def _memory(plan_memory: Callable[[], MemoryPlan], *, available: int) -> dict[str, float]:
     """Return `kv_cache_gib` and `gpu_memory_utilization` of this rank's engine, configured or planned; nothing on a
     CPU."""
     if not torch.cuda.is_available():
         return {}
     check_allocator(os.environ)
-    cache_gib = config.rollout.kv_cache_gib
-    plan = memory_plan(
-        planned_shape(config),
-        config,
-        distributed.sharding,
-    )
-    available = distributed.device_memory
+    plan = plan_memory()
+    cache_gib = plan.rollout.kv_cache_gib
     if cache_gib is None:
         cache_gib = cache_gib_left(plan, available=available)
     # vLLM starts only if this share is free; a restarted engine finds the trainer's memory in use.

@@ -11,55 +11,57 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.groups.model_settings import ModelConfig
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.model.layers.rotary import LONGROPE, original_lengths
 from lockstep.trainer.model.quantized_base import stored_method
 from lockstep.trainer.setting import typed
 
 
-def connect_servers(config: Config, *, loop: BackgroundLoop) -> list[ServerEngine]:
-    settings = config.rollout
-    model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+def connect_servers(
+    model: ModelConfig, rollout: RolloutConfig, *, context: int, needs_routes: bool, loop: BackgroundLoop
+) -> list[ServerEngine]:
+    """Connect to the servers of `rollout.urls`. context: `Config.engine_context`. needs_routes: for their replay."""
+    model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     engines = [
         ServerEngine(
             url,
             loop=loop,
-            vocab_size=model.get_text_config().vocab_size,
-            api_key=engine_key(settings.api_key_env),
-            request_timeout_s=settings.request_timeout_s,
-            start_timeout_s=settings.start_timeout_s,
-            silence_timeout_s=settings.silence_timeout_s,
+            vocab_size=model_config.get_text_config().vocab_size,
+            api_key=engine_key(rollout.api_key_env),
+            request_timeout_s=rollout.request_timeout_s,
+            start_timeout_s=rollout.start_timeout_s,
+            silence_timeout_s=rollout.silence_timeout_s,
         )
-        for url in settings.urls
+        for url in rollout.urls
     ]
     for engine in engines:
         dtype = str(engine.dtype).removeprefix("torch.")
-        if dtype != config.model.dtype:
+        if dtype != model.dtype:
             raise ConfigError(
-                f"{engine.name} computes in {dtype}, the trainer in {config.model.dtype}; restart it with "
-                f"--dtype {config.model.dtype}, or set model.dtype={dtype}"
+                f"{engine.name} computes in {dtype}, the trainer in {model.dtype}; restart it with "
+                f"--dtype {model.dtype}, or set model.dtype={dtype}"
             )
-        if engine.context < config.engine_context:
-            fitting = settings.max_model_len - config.engine_context + engine.context
+        if engine.context < context:
+            fitting = rollout.max_model_len - context + engine.context
             raise ConfigError(
-                f"{engine.name} has a context of {engine.context} tokens, expected {config.engine_context}; "
-                f"restart it with --max-model-len {config.engine_context}, or set rollout.max_model_len={fitting}"
+                f"{engine.name} has a context of {engine.context} tokens, expected {context}; "
+                f"restart it with --max-model-len {context}, or set rollout.max_model_len={fitting}"
             )
-        original = original_lengths(model).get(LONGROPE)
-        if original is not None and config.engine_context <= original < engine.context:
+        original = original_lengths(model_config).get(LONGROPE)
+        if original is not None and context <= original < engine.context:
             raise ConfigError(
                 f"{engine.name} has a context of {engine.context} tokens, so it uses the long factors of the model's "
-                f"longrope positions, and the run with rollout.max_model_len={settings.max_model_len} the short ones; "
-                f"restart it with --max-model-len {config.engine_context}"
+                f"longrope positions, and the run with rollout.max_model_len={rollout.max_model_len} the short ones; "
+                f"restart it with --max-model-len {context}"
             )
-        if config.plan.replays_engine and not engine.returns_routes:
+        if needs_routes and not engine.returns_routes:
             raise ConfigError(
                 f"{engine.name} returns no routed experts; restart it with --enable-return-routed-experts, or set "
                 "correction.routing_replay=off"
             )
-        check_adapters(engine, config.model)
-        check_quantization(engine, settings.quantization, stored=stored_method(model))
-        engine.max_model_len = settings.max_model_len
+        check_adapters(engine, model)
+        check_quantization(engine, rollout.quantization, stored=stored_method(model_config))
+        engine.max_model_len = rollout.max_model_len
     return engines
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,10 +15,12 @@ from lockstep.rollout.engine.arguments import engine_arguments, engine_variables
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.pool import EnginePool
-from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.model.lora import adapter_settings
@@ -36,25 +38,29 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
             f"model.lora.path={path} is an adapter to train further; to sample with it set 'model.adapters={{trained: "
             f"{path}}}' without model.lora.path"
         )
-    if config.rollout.engine != "server":  # else the files may be on its machine alone
-        refuse_unfit_models(config, print_error, trains=False)
-    return EnginePool(start_members(config, loop=loop, log_path=log_path))
-
-
-def start_members(config: Config, *, loop: BackgroundLoop, log_path: Path, **memory: Any) -> Sequence[SyncedEngine]:
-    """Start or connect to the members of a pool. memory: `EngineSettings` of the only one."""
-    if config.rollout.engine == "server":
+    rollout, context = config.rollout, config.engine_context
+    if rollout.engine == "server":  # the model's files may be on its machine alone
         from lockstep.trainer.engines.servers import connect_servers  # other runs do not load its client
 
-        return connect_servers(config, loop=loop)
-    number = config.rollout.num_engines
+        needs_routes = config.plan.replays_engine
+        servers = connect_servers(config.model, rollout, context=context, needs_routes=needs_routes, loop=loop)
+        return EnginePool(servers)
+    refuse_unfit_models(config, print_error, trains=False)
+    settings = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=context)
+    return EnginePool(start_embedded(settings, rollout.num_engines, loop=loop, log_path=log_path))
+
+
+def start_embedded(
+    settings: EngineSettings, number: int, *, loop: BackgroundLoop, log_path: Path
+) -> list[EmbeddedEngine]:
+    """Start the engines of a pool, which share the cores if there are several."""
     if number == 1:
-        return [EmbeddedEngine(engine_settings(config, **memory), loop=loop, log_path=log_path)]
+        return [EmbeddedEngine(settings, loop=loop, log_path=log_path)]
     check_cores(number)
     paths = [log_path, *(log_path.with_stem(f"{log_path.stem}-{index}") for index in range(1, number))]
     return [
         EmbeddedEngine(
-            engine_settings(config, local_place=(index, number)),
+            replace(settings, local_place=(index, number)),
             loop=loop,
             log_path=path,
             name=f"embedded engine {index}",
@@ -96,26 +102,26 @@ def check_cores(num_engines: int) -> None:
         )
 
 
-def engine_settings(config: Config, **placed: Any) -> EngineSettings:
-    """Return the settings of an engine of this configuration. placed: values that override it."""
-    settings = config.rollout
-    values: dict[str, Any] = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "trust_remote_code": config.model.trust_remote_code,
-        "max_model_len": settings.max_model_len,
-        "context": config.engine_context,
-        "quantization": settings.quantization,
-        "adapters": adapter_settings(config.model, settings, correction_mode=config.correction.mode),
-        "return_routes": config.plan.replays_engine,
-        "batch_invariant": settings.batch_invariant,
-        "seed": config.seed,
-        "max_num_seqs": settings.max_num_seqs,
-        "kv_cache_gib": cache_gib(config.rollout),
-        "compile_on_cpu": settings.compile_engine,
+def engine_settings(
+    model: ModelConfig, rollout: RolloutConfig, correction: CorrectionConfig, *, seed: int, context: int
+) -> EngineSettings:
+    """Return the settings of an engine that samples for a run. context: `Config.engine_context`."""
+    return EngineSettings(
+        model=model.path,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        max_model_len=rollout.max_model_len,
+        context=context,
+        quantization=rollout.quantization,
+        adapters=adapter_settings(model, rollout, correction_mode=correction.mode),
+        return_routes=correction.routing_replay == "engine",
+        batch_invariant=rollout.batch_invariant,
+        seed=seed,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_cache_gib=cache_gib(rollout),
+        compile_on_cpu=rollout.compile_engine,
         # CUDA IPC hands weights to an engine on the trainer's own GPU; gloo is the transport between CPU processes.
-        "weight_transfer_backend": "cuda_ipc" if torch.cuda.is_available() else "gloo",
-        "request_timeout_s": settings.request_timeout_s,
-        "start_timeout_s": settings.start_timeout_s,
-    }
-    return EngineSettings(**(values | placed))
+        weight_transfer_backend="cuda_ipc" if torch.cuda.is_available() else "gloo",
+        request_timeout_s=rollout.request_timeout_s,
+        start_timeout_s=rollout.start_timeout_s,
+    )

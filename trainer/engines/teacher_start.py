@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
@@ -21,7 +22,10 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.build import make_chat, vocab_size_of
-from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB, RolloutConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import longest_context, refuse_other_tokenizer
@@ -33,18 +37,17 @@ from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
 NAME, LOG = "the teacher's engine", "teacher.log"
 
 
-def refuse_unfit_teacher(config: Config) -> None:
+def refuse_unfit_teacher(settings: TeacherConfig, model: ModelConfig, rollout: RolloutConfig) -> None:
     """Raise `ConfigError` if the teacher gives ids another meaning than the student, or its context is too short.
 
     Before any engine starts, without the contexts of servers.
     """
-    settings = config.teacher
     if settings.path is not None:
-        refuse_other_tokenizer(config.model, "teacher.path", settings.path)
-    if config.has_teacher and not (settings.urls or (settings.source == "policy" and config.rollout.urls)):
-        path, setting = (settings.path, "teacher.path") if settings.path else (config.model.path, "model.path")
-        model_config = read_config(path, setting=setting, trust_remote_code=config.model.trust_remote_code)
-        refuse_short(config.rollout.max_model_len, longest_context(model_config))
+        refuse_other_tokenizer(model, "teacher.path", settings.path)
+    if settings.scores and not (settings.urls or (settings.source == "policy" and rollout.urls)):
+        path, setting = (settings.path, "teacher.path") if settings.path else (model.path, "model.path")
+        model_config = read_config(path, setting=setting, trust_remote_code=model.trust_remote_code)
+        refuse_short(rollout.max_model_len, longest_context(model_config))
 
 
 def start_teacher(
@@ -64,8 +67,10 @@ def start_teacher(
     """
     if not config.has_teacher:
         return None
-    settings, trust = config.teacher, config.model.trust_remote_code
-    parts = _Parts(config=config, loop=loop, logs=logs)
+    settings, rollout, trust = config.teacher, config.rollout, config.model.trust_remote_code
+    engine_start = _EngineStart(
+        settings=settings, rollout=rollout, trust_remote_code=trust, seed=config.seed, loop=loop, log_path=logs / LOG
+    )
     metrics: dict[str, float] = {}
     engines: list[SyncedEngine] = []
 
@@ -73,9 +78,11 @@ def start_teacher(
         if not distributed.is_main:
             return None
         if settings.source == "average":
-            engines.append(parts.averaged())
+            context = rollout.max_model_len + 1
+            own = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=context)
+            engines.append(engine_start.averaged(own))
             return EnginePool(engines)
-        members = parts.members()
+        members = engine_start.members()
         if is_checked(settings, trust_remote_code=trust):
             metrics["teacher/canary_abs_diff"] = canary_diff(settings, members, loop, trust_remote_code=trust)
             say(
@@ -83,6 +90,11 @@ def start_teacher(
                 "from those of transformers"
             )
         return EnginePool(members)
+
+    def prompts() -> TeacherPrompts | None:
+        if settings.context is None:
+            return None
+        return _prompts(make_chat(config), settings, config.environment, max_tokens=rollout.max_model_len)
 
     with distributed.whole_models():
         engine = policy if settings.source == "policy" else distributed.together(start)
@@ -92,7 +104,7 @@ def start_teacher(
         loop=loop,
         top_k=config.plan.teacher_top_k,
         vocab_size=vocab_size_of(config.model.path, trust_remote_code=trust),
-        prompts=distributed.together(parts.prompts),
+        prompts=distributed.together(prompts),
         is_policy=settings.source == "policy",
         synced=engines,
         measured=metrics,
@@ -111,46 +123,41 @@ def refuse_short(max_model_len: int, limit: int | None, *, serves: bool = False)
         )
 
 
+def _prompts(chat: Chat, settings: TeacherConfig, environment: EnvironmentConfig, *, max_tokens: int) -> TeacherPrompts:
+    """Return the prompts of a teacher with a context."""
+    assert settings.context is not None
+
+    def tools_of(row: Mapping[str, Any]) -> Tools:
+        part = environment_of(make_environment(environment.name, **environment.settings), row)
+        return () if isinstance(part, RunsItself) else part.tools
+
+    return TeacherPrompts(
+        chat,
+        template=settings.context,
+        solved_reward=settings.solved_reward,
+        max_tokens=max_tokens,
+        tools_of=tools_of,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """Parts of a teacher that rank 0 starts. logs: directory of the engine's log."""
+class _EngineStart:
+    """Start of the engine of a teacher, or the connection to its servers."""
 
-    config: Config
+    settings: TeacherConfig
+    rollout: RolloutConfig
+    trust_remote_code: bool
+    seed: int
     loop: BackgroundLoop
-    logs: Path
+    log_path: Path
 
-    def prompts(self) -> TeacherPrompts | None:
-        config = self.config
-        if config.teacher.context is None:
-            return None
-
-        def tools_of(row: Mapping[str, Any]) -> Tools:
-            environment = environment_of(make_environment(config.environment.name, **config.environment.settings), row)
-            return () if isinstance(environment, RunsItself) else environment.tools
-
-        return TeacherPrompts(
-            make_chat(config),
-            template=config.teacher.context,
-            solved_reward=config.teacher.solved_reward,
-            max_tokens=config.rollout.max_model_len,
-            tools_of=tools_of,
-        )
-
-    def averaged(self) -> SyncedEngine:
-        """Start an engine like the policy's, which gets weights as that does."""
-        return self._engine(
-            engine_settings(
-                self.config,
-                context=self.config.rollout.max_model_len + 1,
-                return_routes=False,
-                quantization=None,
-                **self._memory(),
-            )
-        )
+    def averaged(self, own: EngineSettings) -> SyncedEngine:
+        """Start an engine like the policy's, which gets weights as that does. own: of the policy, with its context."""
+        return self._engine(replace(own, return_routes=False, quantization=None, **self._memory()))
 
     def members(self) -> Sequence[PooledEngine]:
         """Start the engine of the model at `teacher.path`, or connect to its servers."""
-        config, settings, rollout = self.config, self.config.teacher, self.config.rollout
+        settings, rollout, trust = self.settings, self.rollout, self.trust_remote_code
         assert settings.path is not None
         if settings.urls:
             from lockstep.rollout.server.server_engine import ServerEngine  # other runs do not load its client
@@ -160,7 +167,7 @@ class _Parts:
                 ServerEngine(
                     url,
                     loop=self.loop,
-                    vocab_size=vocab_size_of(settings.path, trust_remote_code=config.model.trust_remote_code),
+                    vocab_size=vocab_size_of(settings.path, trust_remote_code=trust),
                     api_key=engine_key(settings.api_key_env, setting="teacher.api_key_env"),
                     request_timeout_s=rollout.request_timeout_s,
                     start_timeout_s=rollout.start_timeout_s,
@@ -173,9 +180,9 @@ class _Parts:
         engine = EngineSettings(
             model=settings.path,
             dtype=settings.dtype,
-            trust_remote_code=config.model.trust_remote_code,
+            trust_remote_code=trust,
             max_model_len=rollout.max_model_len + 1,
-            seed=config.seed,
+            seed=self.seed,
             max_num_seqs=rollout.max_num_seqs,
             request_timeout_s=rollout.request_timeout_s,
             start_timeout_s=rollout.start_timeout_s,
@@ -184,10 +191,10 @@ class _Parts:
         return [self._engine(engine)]
 
     def _engine(self, settings: EngineSettings) -> EmbeddedEngine:
-        return EmbeddedEngine(settings, loop=self.loop, log_path=self.logs / LOG, name=NAME)
+        return EmbeddedEngine(settings, loop=self.loop, log_path=self.log_path, name=NAME)
 
     def _memory(self) -> dict[str, Any]:
-        settings, is_cpu = self.config.teacher, not torch.cuda.is_available()
+        settings, is_cpu = self.settings, not torch.cuda.is_available()
         return {
             "kv_cache_gib": CPU_CACHE_GIB if is_cpu and settings.kv_cache_gib is None else settings.kv_cache_gib,
             "gpu_memory_utilization": settings.gpu_memory_utilization,

@@ -3,7 +3,7 @@ model and the memory plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.groups.optimizer_settings import SMALL_MODEL_LR
 from lockstep.trainer.config.schema import PACK_TOKENS, Config
 from lockstep.trainer.distributed.sharding import Sharding
-from lockstep.trainer.model.memory_plan import USABLE, advice, cache_gib, memory_plan
+from lockstep.trainer.model.memory_plan import USABLE, MemoryPlan, cache_gib, memory_plan
 from lockstep.trainer.model.shape import ModelShape
 
 SMALL_MODEL = 50_000_000
@@ -47,12 +47,39 @@ def with_chosen(
             say(f"optimizer.lr={lr:g} for {what} of a model of {shape.parameters / 1e6:,.0f} M parameters")
     if config.token_budget is not None and config.model.gradient_checkpointing is not None:
         return config
-    resolved_config = first_that_fits(config, shape, sharding, available=available, on_gpu=on_gpu)
-    if config.token_budget is None and resolved_config.token_budget != PACK_TOKENS:
-        say(f"token_budget={resolved_config.token_budget}, which the memory plan leaves")
-    if config.model.gradient_checkpointing is None and resolved_config.is_checkpointed:
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    setting, longest = config.model.gradient_checkpointing, config.rollout.max_model_len
+    candidates = (
+        replace(config, token_budget=tokens, model=replace(config.model, gradient_checkpointing=is_checkpointed))
+        for tokens, is_checkpointed in choices(config.token_budget, setting, longest=longest, on_gpu=on_gpu)
+    )
+    plans = (memory_plan(shape, candidate, sharding, on_gpu=on_gpu) for candidate in candidates)
+    plan = first_that_fits(plans, available=available, on_gpu=on_gpu)
+    if config.token_budget is None and plan.pack_tokens != PACK_TOKENS:
+        say(f"token_budget={plan.pack_tokens}, which the memory plan leaves")
+    if setting is None and plan.model.is_checkpointed:
         say("model.gradient_checkpointing=true, without which the memory plan does not fit")
-    return resolved_config
+    return replace(config, token_budget=plan.pack_tokens, model=plan.model)
+
+
+def first_that_fits(plans: Iterable[MemoryPlan], *, available: int, on_gpu: bool) -> MemoryPlan:
+    """Return the first of the plans that takes at most `USABLE` of the memory, or else the last one.
+
+    If the engine's cache takes what is left (`rollout.kv_cache_gib=null` on a GPU), it is left as much as the update
+    takes. Raises `ConfigError` if the last one takes more than all of the memory.
+    """
+    for plan in plans:
+        shares = plan.engine_weights > 0 and cache_gib(plan.rollout, on_gpu=on_gpu) is None and not plan.engine_sleeps
+        if plan.total + (plan.activations + plan.logits) * shares <= USABLE * available:
+            return plan
+    if (problem := plan.advice(available=available)) is not None:
+        with_it = " and gradient checkpointing" if plan.model.is_checkpointed else ""
+        raise ConfigError(
+            f"the run does not fit into memory: with {plan.pack_tokens} tokens per pack{with_it} {problem}. "
+            f"{plan.table()}. To try it nevertheless, set token_budget={plan.pack_tokens} "
+            f"model.gradient_checkpointing={str(plan.model.is_checkpointed).lower()}"
+        )
+    return plan
 
 
 def default_lr(shape: ModelShape, *, has_adapters: bool) -> float:
@@ -60,38 +87,6 @@ def default_lr(shape: ModelShape, *, has_adapters: bool) -> float:
     if shape.parameters <= SMALL_MODEL:
         return SMALL_MODEL_LR
     return ADAPTER_LR if has_adapters else LARGE_MODEL_LR
-
-
-def first_that_fits(
-    config: Config, shape: ModelShape, sharding: Sharding, *, available: int, on_gpu: bool | None = None
-) -> Config:
-    """Return the configuration with the fastest of its `choices` with which the plan takes at most `USABLE` of the
-    memory, or else the smallest ones.
-
-    If the engine's cache takes what is left (`rollout.kv_cache_gib=null` on a GPU), it is left as much as the update
-    takes. Raises `ConfigError` if the smallest ones take more than all of the memory.
-    """
-    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    setting = config.model.gradient_checkpointing
-    longest = config.rollout.max_model_len
-    for tokens, is_checkpointed in choices(config.token_budget, setting, longest=longest, on_gpu=on_gpu):
-        model = replace(config.model, gradient_checkpointing=is_checkpointed)
-        candidate = replace(config, token_budget=tokens, model=model)
-        plan = memory_plan(shape, candidate, sharding, on_gpu=on_gpu)
-        shares = (
-            plan.engine_weights > 0 and cache_gib(candidate.rollout, on_gpu=on_gpu) is None and not plan.engine_sleeps
-        )
-        if plan.total + (plan.activations + plan.logits) * shares <= USABLE * available:
-            return candidate
-    problem = advice(plan, candidate, available=available, zero_stage=sharding.zero_stage)
-    if problem is not None:
-        with_it = " and gradient checkpointing" if candidate.is_checkpointed else ""
-        raise ConfigError(
-            f"the run does not fit into memory: with {candidate.pack_tokens} tokens per pack{with_it} {problem}. "
-            f"{plan.table()}. To try it nevertheless, set token_budget={candidate.pack_tokens} "
-            f"model.gradient_checkpointing={str(candidate.is_checkpointed).lower()}"
-        )
-    return candidate
 
 
 def choices(

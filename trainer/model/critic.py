@@ -23,7 +23,7 @@ from lockstep.rewards.model.wide_linear import WideLinear, widen
 from lockstep.rollout.models.loading import load_model
 from lockstep.rollout.models.stored_model import TRUNK, VALUE_MODEL, Role
 from lockstep.trainer.batch.packing import PackedBatch
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.decoder import (
     DecoderSetup,
@@ -166,18 +166,20 @@ class ActorCritic(nn.Module):
         return (logp_T, entropy_T, self.critic(hidden_LD.index_select(0, packed.target_index_T)), *others, *routes)
 
 
-def with_critic(policy: Policy, config: Config) -> Policy | ActorCritic:
-    """Return the module to train: the policy, with the critic that the configuration asks for."""
-    if not config.plan.has_critic:
+def with_critic(
+    policy: Policy, model: ModelConfig, *, has_critic: bool, engine_context: int | None = None
+) -> Policy | ActorCritic:
+    """Return the module to train: the policy, with a critic if it has one. engine_context: as in `DecoderSetup`."""
+    if not has_critic:
         return policy
-    if config.model.critic == "shared":
+    if model.critic == "shared":
         return ActorCritic.shared(policy)
     critic = Critic.from_pretrained(
-        config.model.critic_path or config.model.path,
+        model.critic_path or model.path,
         dtype="float32",
-        is_compiled=config.model.compile,
-        trust_remote_code=config.model.trust_remote_code,
-        **decoder_setup(config),
+        is_compiled=model.compile,
+        trust_remote_code=model.trust_remote_code,
+        **decoder_setup(model, engine_context),
     )
     return ActorCritic(policy, critic)
 

@@ -24,9 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.batch.packing import PackedBatch
-from lockstep.trainer.config.groups.model_settings import ATTENTIONS
+from lockstep.trainer.config.groups.model_settings import ATTENTIONS, ModelConfig
 from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.layers import autocast, chunked_attention, experts, packed_attention, recurrent, rotary
 from lockstep.trainer.model.quantized_base import refuse_quantized
 
@@ -70,12 +69,12 @@ class DecoderSetup(TypedDict, total=False):
     """Context of the engines that sample the rows [tokens], which rotary positions depend on; None without engines."""
 
 
-def decoder_setup(config: Config) -> DecoderSetup:
+def decoder_setup(model: ModelConfig, engine_context: int | None) -> DecoderSetup:
     return {
-        "attn_implementation": config.model.attention,
-        "gradient_checkpointing": config.is_checkpointed,
-        "compute_dtype": config.model.dtype,
-        "engine_context": config.engine_context if config.has_rollouts else None,
+        "attn_implementation": model.attention,
+        "gradient_checkpointing": model.is_checkpointed,
+        "compute_dtype": model.dtype,
+        "engine_context": engine_context,
     }
 
 

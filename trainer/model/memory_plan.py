@@ -16,6 +16,7 @@ import torch
 
 from lockstep.rollout.engine.arguments import BATCH_TOKENS
 from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB, RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
@@ -39,7 +40,7 @@ keep two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
+class _Parts:
     """Bytes on a rank that holds an engine; other ranks lack the engine's weights and cache."""
 
     weights: int
@@ -66,8 +67,21 @@ class MemoryPlan:
     engine_workspace: int
     programs: int
     """Python and its libraries where weights are in main memory, too."""
-    engine_sleeps: bool = False
-    """True if the engine frees its memory while the trainer computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan(_Parts):
+    """Memory of a rank that holds an engine, and the settings that it depends on most."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    pack_tokens: int
+    zero_stage: int
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """True if the engine frees its memory while the trainer computes."""
+        return self.rollout.engine == "colocated" and self.rollout.sleep_level > 0
 
     @property
     def resident(self) -> int:
@@ -90,13 +104,41 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, int]:
         """Return the non-zero parts in bytes, by name."""
-        sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        return {name: size for name, size in sizes.items() if size and name != "engine sleeps"}
+        sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(_Parts)}
+        return {name: size for name, size in sizes.items() if size}
 
     def table(self) -> str:
         cells = [f"{name} {size / GIB:.3g}" for name, size in self.parts().items()]
         turns = " (engine and update in turns)" if self.engine_sleeps else ""
         return f"memory         {self.total / GIB:.3g} GiB planned per rank{turns}: {', '.join(cells)}"
+
+    def advice(self, *, available: int) -> str | None:
+        """Return what to change if the plan exceeds `available` bytes, largest saving first; None if it fits."""
+        if self.total <= available:
+            return None
+        states = self.masters + self.gradients + self.optimizer
+        half_cache = self.kv_cache / 2 / GIB / self.rollout.num_engines
+        fewer_tokens = max(self.pack_tokens // 2, self.rollout.max_model_len)
+        possible = [
+            (self.pack_tokens > self.rollout.max_model_len, self.activations // 2, f"token_budget={fewer_tokens}"),
+            (not self.model.is_checkpointed, self.activations * 3 // 4, "model.gradient_checkpointing=true"),
+            (not self.model.lora.rank, states, "model.lora.rank=16"),
+            (self.zero_stage < 3, (self.weights + states) // 2, "configs/accelerate/zero3.yaml on more devices"),
+            (self.masters > 0, states, "accelerate launch --offload_optimizer_device cpu"),
+            (self.engine_weights > self.total // 4, self.engine_weights, "rollout=server on other devices"),
+            (
+                self.model.dtype == "float32",
+                (self.activations + self.engine_weights) // 2,
+                "model.dtype=bfloat16",
+            ),
+            (self.kv_cache > self.total // 4, self.kv_cache // 2, f"rollout.kv_cache_gib={half_cache:g}"),
+        ]
+        helpful = sorted(((saving, override) for helps, saving, override in possible if helps), reverse=True)
+        overrides = "; ".join(f"{override} (about -{saving / GIB:.3g} GiB)" for saving, override in helpful[:3])
+        return (
+            f"{self.total / GIB:.3g} GiB are planned per rank and the device has {available / GIB:.3g}: "
+            f"{overrides or 'more or larger devices are needed'}"
+        )
 
 
 def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu: bool | None = None) -> MemoryPlan:
@@ -119,7 +161,7 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
     else:
         # Autocast casts the weights of layers once per forward pass, and backward needs the copies.
         copies = BFLOAT16 * shape.of_layers if is_cast else 0
-        if config.model.lora.rank and config.is_checkpointed:  # frozen weights are cast again in each layer
+        if config.model.lora.rank and config.model.is_checkpointed:  # frozen weights are cast again in each layer
             copies //= shape.layers
         weights = FLOAT32 * shape.parameters + copies
         masters = 0
@@ -154,13 +196,13 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
             compute=compute,
             is_cast=is_cast,
             has_kernel=on_gpu and is_half,
-            is_checkpointed=config.is_checkpointed,
+            is_checkpointed=config.model.is_checkpointed,
         ),
         routers=router_bytes(
             shape,
             config.pack_tokens,
             compute=compute,
-            is_checkpointed=config.is_checkpointed,
+            is_checkpointed=config.model.is_checkpointed,
             has_losses=any(coef != 0 for coef in (config.algorithm.router_aux_coef, config.algorithm.router_z_coef)),
         ),
         routes=route_bytes(shape, config.pack_tokens) if config.correction.routing_replay != "off" else 0,
@@ -175,7 +217,10 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
         if on_gpu
         else 0,
         programs=0 if on_gpu else PROGRAM * (1 + engines),
-        engine_sleeps=config.rollout.engine == "colocated" and config.rollout.sleep_level > 0,
+        model=config.model,
+        rollout=config.rollout,
+        pack_tokens=config.pack_tokens,
+        zero_stage=zero_stage,
     )
 
 
@@ -266,32 +311,3 @@ def logits_bytes(shape: ModelShape, tokens: int) -> int:
     width = min(TILE_K, shape.vocabulary)
     tiles = min(LOGITS_BUDGET_GIB * GIB, 2 * tokens * width * FLOAT32)
     return int(tiles) + FLOAT32 * (2 * tokens * shape.hidden + width * shape.hidden)
-
-
-def advice(plan: MemoryPlan, config: Config, *, available: int, zero_stage: int) -> str | None:
-    """Return what to change if the plan exceeds `available` bytes, largest saving first; None if it fits."""
-    if plan.total <= available:
-        return None
-    states = plan.masters + plan.gradients + plan.optimizer
-    half_cache = plan.kv_cache / 2 / GIB / config.rollout.num_engines
-    fewer_tokens = max(config.pack_tokens // 2, config.rollout.max_model_len)
-    possible = [
-        (config.pack_tokens > config.rollout.max_model_len, plan.activations // 2, f"token_budget={fewer_tokens}"),
-        (not config.is_checkpointed, plan.activations * 3 // 4, "model.gradient_checkpointing=true"),
-        (not config.model.lora.rank, states, "model.lora.rank=16"),
-        (zero_stage < 3, (plan.weights + states) // 2, "configs/accelerate/zero3.yaml on more devices"),
-        (plan.masters > 0, states, "accelerate launch --offload_optimizer_device cpu"),
-        (plan.engine_weights > plan.total // 4, plan.engine_weights, "rollout=server on other devices"),
-        (
-            config.model.dtype == "float32",
-            (plan.activations + plan.engine_weights) // 2,
-            "model.dtype=bfloat16",
-        ),
-        (plan.kv_cache > plan.total // 4, plan.kv_cache // 2, f"rollout.kv_cache_gib={half_cache:g}"),
-    ]
-    helpful = sorted(((saving, override) for helps, saving, override in possible if helps), reverse=True)
-    overrides = "; ".join(f"{override} (about -{saving / GIB:.3g} GiB)" for saving, override in helpful[:3])
-    return (
-        f"{plan.total / GIB:.3g} GiB are planned per rank and the device has {available / GIB:.3g}: "
-        f"{overrides or 'more or larger devices are needed'}"
-    )

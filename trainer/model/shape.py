@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.model.critic import ActorCritic, Critic
 from lockstep.trainer.model.decoder import decoder_setup, packable_config
 from lockstep.trainer.model.layers.router_outputs import router_coefs
@@ -107,24 +108,26 @@ def _largest(value: Any) -> Any:
     return max(value) if is_per_layer else value
 
 
-def planned_shape(config: Config) -> ModelShape:
+def planned_shape(
+    model: ModelConfig, algorithm: AlgorithmConfig, *, has_critic: bool = False, engine_context: int | None = None
+) -> ModelShape:
     """Measure the modules that a run would train, on the meta device: in milliseconds, without reading weights.
 
     Raises `ConfigError` where the run itself would: no model at a path, one that cannot be a policy or critic, or one
-    without the routers that `algorithm` has losses for.
+    without the routers that `algorithm` has losses for. engine_context: as in `DecoderSetup`.
     """
-    model, setup, trust = config.model, decoder_setup(config), config.model.trust_remote_code
+    setup, trust = decoder_setup(model, engine_context), model.trust_remote_code
     with torch.device("meta"):
         shapes = packable_config(
             model.path, setting="model.path", trust_remote_code=trust, has_adapters=model.lora.rank > 0
         )
         causal_lm = AutoModelForCausalLM.from_config(shapes, trust_remote_code=trust)
         policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
-        router_coefs(policy.causal_lm.get_decoder(), config.algorithm)
+        router_coefs(policy.causal_lm.get_decoder(), algorithm)
         module: nn.Module = policy
-        if config.plan.has_critic and model.critic == "shared":
+        if has_critic and model.critic == "shared":
             module = ActorCritic.shared(policy)
-        elif config.plan.has_critic:
+        elif has_critic:
             path = model.critic_path or model.path
             shapes = packable_config(path, setting="model.critic_path", trust_remote_code=trust)
             decoder = AutoModel.from_config(shapes, trust_remote_code=trust)

@@ -32,7 +32,7 @@ from lockstep.trainer.model.chosen import with_chosen
 from lockstep.trainer.model.critic import policy_of, with_critic
 from lockstep.trainer.model.families import unproven
 from lockstep.trainer.model.layers.routing import refuse_dense
-from lockstep.trainer.model.memory_plan import advice, memory_plan
+from lockstep.trainer.model.memory_plan import MemoryPlan, memory_plan
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import ModelShape, planned_shape
 from lockstep.trainer.model.start_checks.distances import Reach, reach
@@ -95,19 +95,7 @@ class RolloutParts:
         self.rewards.close()
 
 
-def assemble(
-    config: Config,
-    distributed: Distributed,
-    directory: RunDirectory,
-    loop: BackgroundLoop,
-    console: RunConsole,
-    libraries: ThirdPartyLog,
-) -> Parts:
-    """Build the parts of a run; a collective."""
-    return _Assembly(config, distributed, directory, loop, console, libraries).parts()
-
-
-class _Assembly:
+class Assembly:
     """Builder of the parts of a run. Its methods are collectives.
 
     What only some runs need is imported where they need it.
@@ -141,7 +129,7 @@ class _Assembly:
         if config.has_teacher:
             from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 
-            distributed.together(lambda: refuse_unfit_teacher(config))
+            distributed.together(lambda: refuse_unfit_teacher(config.teacher, config.model, config.rollout))
         chat = make_chat(config)
         demonstrations = self._demonstrations(chat)
         prompts = None
@@ -351,19 +339,22 @@ class _Assembly:
         """Load and prepare the model, with its components of the loss."""
         config, distributed, console = self._config, self._distributed, self._console
         policy = load_policy(config)
-        module = with_critic(policy, config)
+        has_critic, context = config.plan.has_critic, config.rotary_context
+        module = with_critic(policy, config.model, has_critic=has_critic, engine_context=context)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         with self._libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer
             prepared_module = distributed.prepare(module, optimizer)
         shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
-        show_memory_plan(shape, config, distributed, console)
+        plan = memory_plan(shape, config, distributed.sharding)
+        show_memory_plan(plan, console, available=distributed.device_memory)
         show_scale(shape, config, console)
         if demonstrations is not None:
             demonstrations.take_teacher(teacher)
         updater = Updater(prepared_module, distributed, config, given=[demonstrations] if demonstrations else [])
         updater.scorer.budget.warn = console.warn
         dtype = getattr(torch, config.model.dtype)
-        row = checked_row(policy, config, distributed)
+        longest = config.rollout.max_model_len
+        row = checked_row(policy, distributed.device, max_model_len=longest, pack_tokens=config.pack_tokens)
         if row.missed:
             names = ", ".join(f"{name}={length}" for name, length in row.missed.items())
             console.warn(
@@ -371,14 +362,14 @@ class _Assembly:
                 f"can pass {names} of the model's config: what it computes beyond is not checked"
             )
         passed_checks = ["the head", "rows of a pack apart from each other"]
-        updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=config.plan.has_critic)
+        updater.scorer.refuse_leaks(policy, dtype=dtype, length=row.tokens, with_values=has_critic)
         if not marked_layers(policy):
             console.warn(
                 f"transformers marks no layers of {type(policy.causal_lm).__name__}: none is compared with its "
                 "computation in float32, and the canary of a weight sync has its short row alone"
             )
         elif not policy.is_quantized:
-            updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=config.rollout.max_model_len)
+            updater.scorer.refuse_imprecise_layers(policy, dtype=dtype, length=longest)
             passed_checks.append("each layer against its computation in float32")
         if (sentence := unproven(policy.causal_lm.config, passed_checks, has_sync=config.has_rollouts)) is not None:
             console.warn(sentence)
@@ -389,12 +380,11 @@ CANARY_SHARE = {"cpu": 1.0, "cuda": 0.01}
 """`sync.canary_share` where it is null, by device."""
 
 
-def checked_row(policy: Policy, config: Config, distributed: Distributed) -> Reach:
+def checked_row(policy: Policy, device: torch.device, *, max_model_len: int, pack_tokens: int) -> Reach:
     """Return the row that the checks of a run score."""
     # Its last token leaves room for the one that vLLM samples.
-    longest = config.rollout.max_model_len - 1
-    device = distributed.device.type
-    return reach(policy.causal_lm.config, longest=longest, device_type=device, budget=config.pack_tokens)
+    longest = max_model_len - 1
+    return reach(policy.causal_lm.config, longest=longest, device_type=device.type, budget=pack_tokens)
 
 
 def make_sync(
@@ -409,7 +399,8 @@ def make_sync(
     settings = config.sync
     share = settings.canary_share
     policy = policy_of(distributed.unwrapped)
-    row = checked_row(policy, config, distributed)
+    longest = config.rollout.max_model_len
+    row = checked_row(policy, distributed.device, max_model_len=longest, pack_tokens=config.pack_tokens)
     dtype = getattr(torch, config.model.dtype)
     long_row = LongRow(
         tokens=row.tokens,
@@ -442,7 +433,10 @@ def choose(config: Config, distributed: Distributed, console: RunConsole) -> Con
         return config
 
     def choose_on_this_rank() -> Config:
-        shape, memory = planned_shape(config), distributed.device_memory
+        shape = planned_shape(
+            config.model, config.algorithm, has_critic=config.plan.has_critic, engine_context=config.rotary_context
+        )
+        memory = distributed.device_memory
         return with_chosen(config, shape, distributed.sharding, available=memory, say=console.say)
 
     with distributed.whole_models():
@@ -453,15 +447,10 @@ def choose(config: Config, distributed: Distributed, console: RunConsole) -> Con
     return resolved_config
 
 
-def show_memory_plan(shape: ModelShape, config: Config, distributed: Distributed, console: RunConsole) -> str | None:
+def show_memory_plan(plan: MemoryPlan, console: RunConsole, *, available: int) -> str | None:
     """Print the memory plan, and the remedies if the device has less; return the sentence with the remedies."""
-    plan = memory_plan(
-        shape,
-        config,
-        distributed.sharding,
-    )
     console.say(plan.table())
-    warning = advice(plan, config, available=distributed.device_memory, zero_stage=distributed.zero_stage)
+    warning = plan.advice(available=available)
     if warning is not None:
         console.warn(warning)
     return warning

@@ -29,7 +29,7 @@ from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.observe.alarms import AlarmThresholds, disagreement
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.step_metrics import StepReport
-from lockstep.trainer.run.assembly import Parts, assemble, choose
+from lockstep.trainer.run.assembly import Assembly, Parts, choose
 from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
 from lockstep.trainer.run.interrupt import TERMINATED, Interrupt
 from lockstep.trainer.run.library_logs import ThirdPartyLog
@@ -73,7 +73,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
                 console.warn(sentence)
             life = Life(config, distributed, directory, console)
             torch.manual_seed(config.seed)
-            parts = assemble(config, distributed, directory, loop, console, libraries)
+            parts = Assembly(config, distributed, directory, loop, console, libraries).parts()
             life.begin(parts, start)
             with gc_frozen():
                 life.train(parts, on_step)

@@ -58,6 +58,6 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
         is_compiled=config.model.compile,
         trust_remote_code=config.model.trust_remote_code,
         setting="model.reference_path",
-        **decoder_setup(config) | {"gradient_checkpointing": False},
+        **decoder_setup(config.model, config.rotary_context) | {"gradient_checkpointing": False},
     )
     return Reference(Scorer(distributed.prepare_frozen(copy), distributed, **settings))

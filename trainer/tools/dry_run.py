@@ -54,7 +54,7 @@ from lockstep.trainer.engines.start import check_engine, engine_settings
 from lockstep.trainer.engines.teacher_prompts import FIELD, SOLUTION
 from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 from lockstep.trainer.model.layers.routing import refuse_dense
-from lockstep.trainer.model.memory_plan import GIB
+from lockstep.trainer.model.memory_plan import GIB, memory_plan
 from lockstep.trainer.model.shape import planned_shape
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.token_texts import TokenTexts
@@ -103,10 +103,11 @@ def dry_run(config: Config) -> None:
         chat = make_chat(config)
         if config.has_rollouts:
             refuse_dense(config.model, config.correction.routing_replay)
-            engine = engine_settings(config)
+            context = config.engine_context
+            engine = engine_settings(config.model, config.rollout, config.correction, seed=config.seed, context=context)
             if config.rollout.engine != "server":
                 check_engine(engine)
-        refuse_unfit_teacher(config)
+        refuse_unfit_teacher(config.teacher, config.model, config.rollout)
         config = choose(config, distributed, run_console)
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
         heldout = {}
@@ -134,11 +135,15 @@ def dry_run(config: Config) -> None:
             table.add_row(Text(name, style="dim"), Text(count))
         console.print(table)
         console.print(Rule("[bold]memory[/bold], an estimate for rank 0", style="dim", align="left"))
-        shape = planned_shape(config)
-        too_large = show_memory_plan(shape, config, distributed, run_console)
+        shape = planned_shape(
+            config.model, config.algorithm, has_critic=config.plan.has_critic, engine_context=config.rotary_context
+        )
+        available = distributed.device_memory
+        plan = memory_plan(shape, config, distributed.sharding)
+        too_large = show_memory_plan(plan, run_console, available=available)
         show_scale(shape, config, run_console)
-        available = f"the memory has {distributed.device_memory / GIB:.3g} GiB"
-        console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {available}")
+        memory = f"the memory has {available / GIB:.3g} GiB"
+        console.print(f"{shape.parameters:,} parameters, {shape.trained:,} trained; {memory}")
         texts = TokenTexts(chat.tokenizer)
         rollouts: list[Rollout] = []
         if prompts:

@@ -16,6 +16,7 @@ from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from lockstep.rollout.errors import ConfigError, SyncError
 from lockstep.rollout.server.guard import KEY_ENV
 from lockstep.rollout.system.addresses import address_towards, is_loopback
+from lockstep.trainer.config.groups.outputs_settings import ServerConfig
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.named_models import refuse_unfit_models
@@ -32,12 +33,11 @@ KEEP_ALIVE_S = 60
 """Time after which idle connections close [s]. vLLM's 5 s would close them while clients pause between two steps."""
 
 
-def command(config: Config) -> list[str]:
+def command(engine: EngineSettings, server: ServerConfig, *, has_key: bool) -> list[str]:
     """Return the command line. `rollout/engine/embedded.py` sets the same options and gives the reasons."""
-    engine = engine_settings(config)
     on_gpu = torch.cuda.is_available()
     arguments = [sys.executable, "-m", MODULE, "--model", str(engine.model)]
-    arguments += ["--host", config.server.host, "--port", str(config.server.port)]
+    arguments += ["--host", server.host, "--port", str(server.port)]
     arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl" if on_gpu else "gloo"})]
     arguments += ["--dtype", engine.dtype, "--seed", str(engine.seed)]
@@ -55,14 +55,14 @@ def command(config: Config) -> list[str]:
         arguments += ["--lora-modules", *(f"{name}={path}" for name, path in engine.adapters.served())]
     arguments += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     arguments += ["--scheduler-cls", SCHEDULER, "--middleware", ROUTES]
-    if config.rollout.api_key_env is not None:
+    if has_key:
         arguments += ["--middleware", GUARD]  # after the routes, so that it guards them too
     if engine.trust_remote_code:
         arguments += ["--trust-remote-code"]
     if not on_gpu:
         arguments += ["--distributed-executor-backend", "uni"]
         arguments += [] if engine.compile_on_cpu else ["--enforce-eager"]
-    return [*arguments, *config.server.vllm_args]
+    return [*arguments, *server.vllm_args]
 
 
 def environment(engine: EngineSettings) -> dict[str, str]:
@@ -108,8 +108,10 @@ def run(config: Config) -> None:
     """Replace this process by the server. Raises `ConfigError` without its key, or for an unreachable host."""
     check_host(config.server.host)
     refuse_unfit_models(config, print, trains=False)
-    key = engine_key(config.rollout.api_key_env)
-    words, variables = command(config), environment(engine_settings(config))
-    print(shell_line(words, variables, key_env=config.rollout.api_key_env), flush=True)
+    rollout, key_env = config.rollout, config.rollout.api_key_env
+    key = engine_key(key_env)
+    engine = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=config.engine_context)
+    words, variables = command(engine, config.server, has_key=key is not None), environment(engine)
+    print(shell_line(words, variables, key_env=key_env), flush=True)
     secret = {} if key is None else {KEY_ENV: key}
     os.execve(sys.executable, words, {**os.environ, **variables, **secret})

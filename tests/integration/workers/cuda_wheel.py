@@ -24,6 +24,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -122,6 +123,13 @@ def composed(settings: list[str], *, needs_data: bool) -> Any:
 def gpu_config(directory: Path, **changes: Any) -> Any:
     settings = {"model.path": tiny_model(directory), "model.dtype": "bfloat16", "rollout.max_model_len": 256, **changes}
     return composed([f"{name}={value}" for name, value in settings.items()], needs_data=False)
+
+
+def settings_of(config: Any) -> Any:
+    from lockstep.trainer.engines.start import engine_settings
+
+    context = config.engine_context
+    return engine_settings(config.model, config.rollout, config.correction, seed=config.seed, context=context)
 
 
 @check
@@ -233,7 +241,6 @@ def engine_arguments_become_a_configuration_with_our_scheduler_and_transport(dir
 
     from lockstep.rollout.engine.embedded import EmbeddedEngine
     from lockstep.rollout.engine.scheduler import BufferedAsyncScheduler, buffered_scheduler
-    from lockstep.trainer.engines.start import engine_settings
 
     class Unstarted(EmbeddedEngine):
         def _launch(self) -> None:
@@ -244,7 +251,8 @@ def engine_arguments_become_a_configuration_with_our_scheduler_and_transport(dir
         pretended_gpu(),
         mock.patch.dict(os.environ),
     ):
-        settings = engine_settings(gpu_config(directory), local_place=(0, 1), gpu_memory_utilization=0.3)
+        settings = settings_of(gpu_config(directory))
+        settings = replace(settings, local_place=(0, 1), gpu_memory_utilization=0.3)
         engine: Any = Unstarted(settings, loop=mock.Mock(), log_path=directory / "log")
         assert engine._variables["CUDA_VISIBLE_DEVICES"] == "0"
         config = AsyncEngineArgs(**engine._args).create_engine_config()
@@ -268,13 +276,12 @@ def vllm_knows_the_environment_variables_that_engines_get(directory: Path) -> No
 
     from lockstep.rollout.engine.embedded import _environment_variables
     from lockstep.rollout.engine.engine_settings import EngineSettings
-    from lockstep.trainer.engines.start import engine_settings
     from lockstep.trainer.tools import serve_engine
 
     with pretended_gpu():
         variables = {
             **_environment_variables(EngineSettings(model=directory, local_place=(0, 1)), is_cpu=False),
-            **serve_engine.environment(engine_settings(gpu_config(directory))),
+            **serve_engine.environment(settings_of(gpu_config(directory))),
             "VLLM_LOGGING_CONFIG_PATH": "",
         }
     unknown = {name for name in variables if name.startswith("VLLM_")} - set(envs.environment_variables)
@@ -335,7 +342,7 @@ def vllm_parses_the_command_line_of_a_server_and_has_its_routes(directory: Path)
 
     with pretended_gpu(), mock.patch.dict(os.environ, {"VLLM_SERVER_DEV_MODE": "1", KEY_ENV: "key"}):
         config = gpu_config(directory, **{"rollout.kv_cache_gib": 4})
-        args = _parsed(serve_engine.command(config))
+        args = _parsed(serve_engine.command(settings_of(config), config.server, has_key=True))
         built = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         assert built.weight_transfer_config.backend == "nccl"
         assert built.model_config.logprobs_mode == "processed_logprobs"

@@ -42,7 +42,8 @@ def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) 
     config.model.path, config.model.critic = model_dir, critic
     config.share_prefixes = "never" if "apart" in flags else "auto"
     config.model.gradient_checkpointing = checkpointing
-    module = with_critic(Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing), config)
+    policy = Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing)
+    module = with_critic(policy, config.model, has_critic=True)
     assert isinstance(module, ActorCritic)
     trunk = module.policy.causal_lm.get_decoder() if critic == "shared" else module.critic.get_submodule("decoder")
     runs = count_runs({"pack": module, "layer": trunk.get_submodule("layers.0")})

@@ -82,3 +82,8 @@ class ModelConfig:
     def attention(self) -> str:
         """attn_implementation with auto resolved."""
         return "packed_rows" if self.attn_implementation == "auto" else self.attn_implementation
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """gradient_checkpointing with null resolved, as long as no memory plan has chosen it."""
+        return bool(self.gradient_checkpointing)

@@ -65,6 +65,11 @@ class TeacherConfig:
     )
 
     @property
+    def scores(self) -> bool:
+        """True if it scores rollouts or demonstrations in the run."""
+        return self.source in ("policy", "average") or (self.source == "model" and self.path is not None)
+
+    @property
     def identity(self) -> str:
         """The settings that say whose scores its scores are: its source, and others that differ from their defaults."""
         names = ("average_decay", "path", "context", "solved_reward", "dtype")

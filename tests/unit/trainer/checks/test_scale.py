@@ -26,7 +26,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     TOKENIZER.save_pretrained(directory)
     config = Config()
     config.model.path = str(directory)
-    return replace(planned_shape(config), parameters=134_515_008, trained=134_515_008)
+    return replace(planned_shape(config.model, config.algorithm), parameters=134_515_008, trained=134_515_008)
 
 
 def of_size(shape: ModelShape, config: Config) -> list[str]:

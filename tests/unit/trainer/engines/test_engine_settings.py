@@ -15,7 +15,9 @@ import torch
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.engines import engine_problems
@@ -44,8 +46,21 @@ def problems_of(made: Config) -> list[str]:
     return list(engine_problems(made.rollout, made.sync, made.server, correction_mode=made.correction.mode))
 
 
+def settings_of(made: Config) -> EngineSettings:
+    return engine_settings(made.model, made.rollout, made.correction, seed=made.seed, context=made.engine_context)
+
+
+def command_of(made: Config) -> list[str]:
+    return command(settings_of(made), made.server, has_key=made.rollout.api_key_env is not None)
+
+
 def line_of(made: Config) -> str:
-    return shell_line(command(made), environment(engine_settings(made)), key_env=made.rollout.api_key_env)
+    return shell_line(command_of(made), environment(settings_of(made)), key_env=made.rollout.api_key_env)
+
+
+def connect(made: Config, loop: BackgroundLoop) -> list[ServerEngine]:
+    needs_routes = made.plan.replays_engine
+    return connect_servers(made.model, made.rollout, context=made.engine_context, needs_routes=needs_routes, loop=loop)
 
 
 def test_valid_settings_have_no_problems():
@@ -98,7 +113,7 @@ def test_a_key_that_no_header_carries_is_refused_without_showing_it(key: str, mo
 
 def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", "do-not-show-this")
-    words = command(config())
+    words = command_of(config())
     assert words[words.index("--host") + 1] == "127.0.0.1"
     middleware = [words[index + 1] for index, word in enumerate(words) if word == "--middleware"]
     assert middleware == [
@@ -111,7 +126,7 @@ def test_a_server_is_started_on_loopback_and_guarded(monkeypatch: pytest.MonkeyP
     assert "VLLM_SERVER_DEV_MODE=1" in line
     assert "VLLM_API_KEY=$LOCKSTEP_ENGINE_KEY" in line
     assert "do-not-show-this" not in line
-    assert "lockstep.rollout.server.guard.RequireKey" not in command(config(rollout__api_key_env=None))
+    assert "lockstep.rollout.server.guard.RequireKey" not in command_of(config(rollout__api_key_env=None))
 
 
 @pytest.mark.parametrize("words", [["--hf-token", "hunter2"], ["--hf-token=hunter2"], ["--api-key", "hunter2"]])
@@ -120,14 +135,14 @@ def test_the_printed_command_of_a_server_has_no_key(words: list[str]):
     made.server.vllm_args = ["--tensor-parallel-size", "2", *words]
     assert "hunter2" not in line_of(made)
     assert "--tensor-parallel-size 2" in line_of(made)
-    assert command(made)[-len(words) :] == words
+    assert command_of(made)[-len(words) :] == words
 
 
 def test_vllm_parses_the_command_of_a_server_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     made = config(rollout__max_model_len=4096)
     made.model.dtype = "bfloat16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    words = command(made)
+    words = command_of(made)
     monkeypatch.undo()
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[words.index("--model") :])
     assert parsed.hf_overrides == {"head_dtype": "float32"}
@@ -135,7 +150,7 @@ def test_vllm_parses_the_command_of_a_server_on_a_gpu(monkeypatch: pytest.Monkey
     assert parsed.kv_cache_memory_bytes is None
     assert parsed.enforce_eager is False
     assert parsed.weight_transfer_config.backend == "nccl"
-    words = command(config(rollout__kv_cache_gib=2))
+    words = command_of(config(rollout__kv_cache_gib=2))
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[words.index("--model") :])
     assert parsed.enable_chunked_prefill is False
     assert parsed.kv_cache_memory_bytes == 2 * 2**30
@@ -190,8 +205,8 @@ def test_several_engines_that_would_share_a_core_or_a_gpu_are_refused(monkeypatc
 
 def test_a_server_compiles_its_model_when_asked():
     eager, compiled = config(), config(rollout__compile_engine=True)
-    assert "--enforce-eager" in command(eager)
-    assert "--enforce-eager" not in command(compiled)
+    assert "--enforce-eager" in command_of(eager)
+    assert "--enforce-eager" not in command_of(compiled)
     assert "TORCHDYNAMO_DISABLE=1" in line_of(eager)
     assert "TORCHDYNAMO_DISABLE=0" in line_of(compiled)
 
@@ -205,7 +220,7 @@ def test_a_server_for_adapters_and_a_run_that_sends_whole_weights_are_told_apart
     server = FakeServer()
 
     def connected() -> bool:
-        (engine,) = connect_servers(made, loop=loop)
+        (engine,) = connect(made, loop)
         loop.run(engine.close())
         return engine.takes_adapters
 
@@ -272,39 +287,39 @@ def test_settings_without_an_engine_are_found_without_starting_one(tmp_path: Pat
     made = config(engine="embedded")
     made.model.path = str(save_tiny_model(tmp_path, tied=True))
     made.model.lora.rank = 8
-    check_engine(engine_settings(made))
+    check_engine(settings_of(made))
     for changes, message in (
         ({"quantization": "fp8_per_block"}, "on a CPU vLLM quantizes bfloat16"),
         ({"batch_invariant": True}, "for GPUs only"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_engine(engine_settings(replace(made, rollout=replace(made.rollout, **changes))))
+            check_engine(settings_of(replace(made, rollout=replace(made.rollout, **changes))))
     made.rollout.compile_engine, made.model.lora.send = True, "adapter"
     with pytest.raises(ConfigError, match=r"no adapters in compiled models; set rollout\.compile_engine=false"):
-        check_engine(engine_settings(made))
+        check_engine(settings_of(made))
 
 
 def test_the_command_of_a_server_names_its_adapters(tmp_path: Path) -> None:
     made = config()
     made.model.path = str(save_tiny_model(tmp_path, tied=True))
     made.model.lora.rank = 12
-    arguments = " ".join(command(made))
+    arguments = " ".join(command_of(made))
     assert "--enable-lora --max-lora-rank 16 --max-loras 1 --max-cpu-loras 1" in arguments
     assert "--lora-modules policy=lockstep:policy" in arguments
     made.model.lora.send = "merged"
-    assert "lora" not in " ".join(command(made))
+    assert "lora" not in " ".join(command_of(made))
     made.model.lora.rank, made.model.lora.send = 600, "adapter"
     with pytest.raises(ConfigError, match=r"up to rank 512, found 600; set model\.lora\.send=merged"):
-        command(made)
+        command_of(made)
 
 
 def test_quantization_and_batch_invariance_are_refused_where_vllm_has_no_kernels(tmp_path: Path) -> None:
     made = config(rollout__quantization="fp8_per_block")
     made.model.path = str(save_tiny_model(tmp_path, tied=True))
     with pytest.raises(ConfigError, match=r"set rollout\.quantization=fp8_per_channel model\.dtype=bfloat16"):
-        command(made)
+        command_of(made)
     made.rollout.quantization, made.model.dtype = "fp8_per_channel", "bfloat16"
-    assert "--quantization fp8_per_channel" in " ".join(command(made))
+    assert "--quantization fp8_per_channel" in " ".join(command_of(made))
     made.rollout.batch_invariant = True
     with pytest.raises(ConfigError, match="for GPUs only"):
         line_of(made)
@@ -325,9 +340,9 @@ def test_a_server_whose_context_is_too_short_is_refused(
         try:
             made.rollout.urls = [server.url]
             with pytest.raises(ConfigError) as error:
-                connect_servers(made, loop=loop)
+                connect(made, loop)
             made.rollout.max_model_len = fitting
-            (engine,) = connect_servers(made, loop=loop)
+            (engine,) = connect(made, loop)
             loop.run(engine.close())
         finally:
             loop.run(context.__aexit__(None, None, None))
@@ -350,7 +365,7 @@ def test_a_server_with_the_other_factors_of_longrope_is_refused(
         try:
             made.rollout.urls = [server.url]
             with pytest.raises(ConfigError, match=r"context of 64 tokens.*long factors.*--max-model-len 48"):
-                connect_servers(made, loop=loop)
+                connect(made, loop)
         finally:
             loop.run(context.__aexit__(None, None, None))
 
@@ -376,11 +391,11 @@ def test_a_server_without_routes_is_refused_if_they_are_replayed(
         try:
             made.rollout.urls = [server.url]
             with pytest.raises(ConfigError, match="restart it with --enable-return-routed-experts"):
-                connect_servers(made, loop=loop)
+                connect(made, loop)
             server.info = {"vllm_config": {**SERVER_INFO["vllm_config"], "aux_output_config": running}}
-            (engine,) = connect_servers(made, loop=loop)
+            (engine,) = connect(made, loop)
             loop.run(engine.close())
         finally:
             loop.run(context.__aexit__(None, None, None))
-    assert "--enable-return-routed-experts" in command(made)
-    assert "--enable-return-routed-experts" not in command(config())
+    assert "--enable-return-routed-experts" in command_of(made)
+    assert "--enable-return-routed-experts" not in command_of(config())

@@ -10,7 +10,8 @@ import torch
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.run_engines import _memory, check_allocator
-from lockstep.trainer.model.memory_plan import GIB, cache_gib
+from lockstep.trainer.model.memory_plan import GIB, MemoryPlan, cache_gib, memory_plan
+from lockstep.trainer.model.shape import planned_shape
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import save_tiny_model
 
@@ -23,20 +24,27 @@ def colocated(cache_gib: float | None, path: Path) -> Config:
     return config
 
 
+def memory_of(config: Config) -> dict[str, float]:
+    def plan_memory() -> MemoryPlan:
+        return memory_plan(planned_shape(config.model, config.algorithm), config, RANK.sharding)
+
+    return _memory(plan_memory, available=RANK.device_memory)
+
+
 def test_on_a_gpu_the_cache_gets_the_remaining_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = save_tiny_model(tmp_path, tied=True)
-    asked = _memory(colocated(2.0, path), RANK)
+    asked = memory_of(colocated(2.0, path))
     assert asked["kv_cache_gib"] == 2.0
     assert 2.5 / 8 < asked["gpu_memory_utilization"] < 2.7 / 8, "cache and workspace; the model is tiny"
 
-    planned = _memory(colocated(None, path), RANK)
+    planned = memory_of(colocated(None, path))
     assert 2.0 < planned["kv_cache_gib"] < 0.9 * 8
     assert planned["gpu_memory_utilization"] > planned["kv_cache_gib"] / 8
 
 
 def test_on_a_cpu_nothing_is_planned_and_the_cache_has_a_default(tmp_path: Path) -> None:
-    assert _memory(colocated(None, tmp_path), RANK) == {}
+    assert memory_of(colocated(None, tmp_path)) == {}
     assert cache_gib(colocated(None, tmp_path).rollout) == 0.25
     assert cache_gib(colocated(2.0, tmp_path).rollout) == 2.0
 

@@ -15,6 +15,10 @@ from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
 
 
+def refuse(config: Config) -> None:
+    refuse_unfit_teacher(config.teacher, config.model, config.rollout)
+
+
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     chat_tokenizer("qwen3").save_pretrained(tmp_path / "student")
     chat_tokenizer("qwen3").save_pretrained(tmp_path / "equal")
@@ -29,12 +33,12 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
         made.model.path, made.rollout.max_model_len = str(tmp_path / "student"), 64
         return made
 
-    refuse_unfit_teacher(config(None))
-    refuse_unfit_teacher(config("equal"))
+    refuse(config(None))
+    refuse(config("equal"))
     with pytest.raises(
         ConfigError, match=r"1 tokens differ, such as '<one more>' with id \d+ and None; set teacher.path"
     ):
-        refuse_unfit_teacher(config("other"))
+        refuse(config("other"))
 
 
 @pytest.mark.parametrize("source", ["model", "policy", "average"])
@@ -49,11 +53,11 @@ def test_a_context_without_room_for_the_token_after_the_longest_row_is_refused_b
     config = Config(teacher=TeacherConfig(source=source, path=str(tmp_path) if source == "model" else None))
     config.model.path = str(tmp_path)
     config.rollout.max_model_len = limit - 1
-    refuse_unfit_teacher(config)
+    refuse(config)
     assert config.engine_context == limit - (source != "policy")
     config.rollout.max_model_len = limit
     with pytest.raises(ConfigError, match=rf"context of {limit} tokens .* set rollout.max_model_len={limit - 1} or"):
-        refuse_unfit_teacher(config)
+        refuse(config)
 
 
 def test_servers_with_a_short_context_can_be_started_with_a_longer_one() -> None:

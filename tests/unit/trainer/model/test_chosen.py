@@ -10,8 +10,8 @@ import torch
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
-from lockstep.trainer.model.chosen import FULL_SPEED_TOKENS, first_that_fits, with_chosen
-from lockstep.trainer.model.memory_plan import GIB, advice, memory_plan
+from lockstep.trainer.model.chosen import FULL_SPEED_TOKENS, with_chosen
+from lockstep.trainer.model.memory_plan import GIB, memory_plan
 from lockstep.trainer.model.shape import ModelShape
 
 SMOLLM2 = ModelShape(
@@ -58,9 +58,9 @@ def test_the_budget_is_the_largest_power_of_two_that_the_plan_affords(gib: float
     tokens = config.token_budget
     assert tokens is not None
     assert tokens & (tokens - 1) == 0
-    assert not config.is_checkpointed
+    assert not config.model.is_checkpointed
     plan = memory_plan(SMOLLM2, config, ONE)
-    assert advice(plan, config, available=int(gib * GIB), zero_stage=0) is None
+    assert plan.advice(available=int(gib * GIB)) is None
     larger = memory_plan(SMOLLM2, replace(config, token_budget=2 * tokens), ONE)
     assert tokens == 16_384 or larger.total > 0.9 * gib * GIB
 
@@ -69,7 +69,7 @@ def test_a_budget_below_the_longest_row_is_not_chosen_because_it_saves_nothing()
     config = Config()
     config.rollout.max_model_len, config.model.gradient_checkpointing = 3000, False
     small = memory_plan(SMOLLM2, replace(config, token_budget=2048), ONE)
-    made = first_that_fits(config, SMOLLM2, ONE, available=int(small.total * 1.05))
+    made = with_chosen(config, SMOLLM2, ONE, available=int(small.total * 1.05), say=lambda _: None)
     assert made.token_budget == 2048, "the smallest, though nine tenths of the memory do not hold it"
 
 
@@ -93,7 +93,7 @@ def test_checkpointing_is_chosen_where_the_plan_needs_it_and_said() -> None:
     config = Config()
     config.rollout.max_model_len = 8192
     made, said = of_80_gb(config, QWEN2_5_7B, EIGHT)
-    assert (made.token_budget, made.is_checkpointed) == (16_384, True)
+    assert (made.token_budget, made.model.is_checkpointed) == (16_384, True)
     assert said[1:] == ["model.gradient_checkpointing=true, without which the memory plan does not fit"]
     assert memory_plan(QWEN2_5_7B, made, EIGHT, on_gpu=True).total < 0.9 * 79.1 * GIB
     without = replace(made, token_budget=8192, model=replace(made.model, gradient_checkpointing=False))
@@ -105,18 +105,18 @@ def test_on_a_gpu_checkpointing_comes_before_packs_that_are_too_short_for_it() -
     for on_gpu, expected in ((True, (16_384, True)), (False, (2048, False))):
         config = Config()
         config.model.dtype, config.rollout.engine, config.rollout.urls = "bfloat16", "server", ["http://127.0.0.1:1"]
-        made = first_that_fits(config, shape, EIGHT, available=60 * GIB, on_gpu=on_gpu)
-        assert (made.token_budget, made.is_checkpointed) == expected
+        made = with_chosen(config, shape, EIGHT, available=60 * GIB, say=lambda _: None, on_gpu=on_gpu)
+        assert (made.token_budget, made.model.is_checkpointed) == expected
     assert expected[0] < FULL_SPEED_TOKENS
 
 
 def test_one_of_the_two_may_be_given() -> None:
     config = Config(token_budget=8192)
-    assert of_80_gb(config, QWEN2_5_7B, EIGHT)[0].is_checkpointed
+    assert of_80_gb(config, QWEN2_5_7B, EIGHT)[0].model.is_checkpointed
     config = Config()
     config.model.gradient_checkpointing, config.rollout.max_model_len = False, 2048
     made, _ = of_80_gb(config, QWEN2_5_7B, EIGHT)
-    assert (made.token_budget, made.is_checkpointed) == (4096, False)
+    assert (made.token_budget, made.model.is_checkpointed) == (4096, False)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_numbers_unless_its_values_are_given() -> None:

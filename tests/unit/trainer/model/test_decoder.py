@@ -21,7 +21,6 @@ from lockstep.trainer.model.decoder import (
     can_share_prefixes,
     choose_attention,
     compile_layers,
-    decoder_setup,
     packed_hidden_states,
     prepare,
 )
@@ -132,10 +131,10 @@ def test_attention_that_would_compute_something_else_is_refused() -> None:
 def test_rotary_positions_depend_on_the_context_of_engines_only_where_engines_sample() -> None:
     config = Config()
     config.rollout.max_model_len = 777
-    assert decoder_setup(config)["engine_context"] == config.engine_context == 777
+    assert config.rotary_context == config.engine_context == 777
     config.algorithm.trains_on = "demonstrations"
     assert not config.has_rollouts
-    assert decoder_setup(config)["engine_context"] is None
+    assert config.rotary_context is None
 
 
 # Compiled layers

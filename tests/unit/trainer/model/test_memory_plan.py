@@ -43,7 +43,6 @@ from lockstep.trainer.model.memory_plan import (
     PROGRAM,
     MemoryPlan,
     activation_bytes,
-    advice,
     cache_gib_left,
     memory_plan,
     route_bytes,
@@ -334,8 +333,8 @@ def test_adapters_shrink_gradients_and_optimizer_and_checkpointing_shrinks_activ
 
 def test_a_plan_that_does_not_fit_names_overrides_and_one_that_fits_says_nothing() -> None:
     plan = planned(policy())
-    assert advice(plan, Config(), available=plan.total, zero_stage=0) is None
-    sentence = advice(plan, Config(), available=GIB // 100, zero_stage=0)
+    assert plan.advice(available=plan.total) is None
+    sentence = plan.advice(available=GIB // 100)
     assert sentence is not None
     assert "model.gradient_checkpointing=true" in sentence
     assert "the device has 0.01" in sentence
@@ -348,7 +347,7 @@ def test_each_of_several_engines_holds_weights_and_a_cache() -> None:
     three = memory_plan(shape, config, Sharding())
     assert three.engine_weights == 3 * one.engine_weights
     assert three.kv_cache == 3 * 4 * GIB
-    sentence = advice(three, config, available=GIB // 100, zero_stage=0)
+    sentence = three.advice(available=GIB // 100)
     assert sentence is not None
     assert "rollout.kv_cache_gib=2 (" in sentence
 

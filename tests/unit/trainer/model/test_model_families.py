@@ -103,7 +103,7 @@ def test_merged_adapters_are_sent_as_peft_saves_them(family: str, tmp_path: Path
 def test_a_run_measures_a_model_by_its_config(family: str, tmp_path: Path) -> None:
     config = Config()
     config.model.path = str(save_family(family, tmp_path))
-    shape = planned_shape(config)
+    shape = planned_shape(config.model, config.algorithm)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.layers == model.config.num_hidden_layers

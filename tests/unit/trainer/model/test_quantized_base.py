@@ -53,7 +53,8 @@ def test_the_trainer_computes_with_the_stored_numbers_dequantized(base: Path) ->
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, stored[name].float() * stored[f"{name}_scale"].float(), rtol=1e-2, atol=1e-4)
     assert {name.split(".lora_")[-1][0] for name, p in policy.named_parameters() if p.requires_grad} == {"A", "B"}
-    assert planned_shape(settings(base)).trained == sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    shape = planned_shape(settings(base).model, settings(base).algorithm)
+    assert shape.trained == sum(p.numel() for p in policy.parameters() if p.requires_grad)
 
 
 def test_the_trainer_dequantizes_blocks_of_fp8(tmp_path: Path) -> None:

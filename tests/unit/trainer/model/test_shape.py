@@ -52,10 +52,12 @@ def test_the_planned_shape_is_that_of_the_loaded_modules(
     tiny_qwen3(tied=True).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), critic=critic, lora=LoraConfig(rank=lora))
     config = Config(model=model, algorithm=AlgorithmConfig(advantage=algorithm))
+    has_critic = config.plan.has_critic
     policy = Policy.from_pretrained(tmp_path, lora=model.lora)
-    module = with_critic(policy, config)
+    module = with_critic(policy, model, has_critic=has_critic)
     (tmp_path / "model.safetensors").unlink()  # planning reads no weights
-    assert planned_shape(config) == ModelShape.of(module, policy.model, policy.causal_lm.config)
+    shape = planned_shape(model, config.algorithm, has_critic=has_critic)
+    assert shape == ModelShape.of(module, policy.model, policy.causal_lm.config)
 
 
 @pytest.mark.parametrize("name", published_models())
@@ -66,7 +68,7 @@ def test_a_published_config_has_a_shape_or_a_refusal(name: str, tmp_path: Path) 
     config = Config()
     config.model.path = str(tmp_path)
     try:
-        shape = planned_shape(config)
+        shape = planned_shape(config.model, config.algorithm)
     except ConfigError as refusal:
         assert "model" in str(refusal)  # noqa: PT017
         return

@@ -64,4 +64,4 @@ def test_a_row_that_cannot_be_used_ends_a_run_before_its_engine_starts(
     distributed: Any = SimpleNamespace(is_main=True, world_size=1, together=lambda work: work(), broadcast=lambda x: x)
     console: Any = SimpleNamespace(say=lambda text: None)
     with BackgroundLoop() as loop, pytest.raises(DataError, match=rf"{place}\.jsonl: 1 of 2 rows .*\n  line 2: "):
-        assembly.assemble(config, distributed, None, loop, console, None)  # type: ignore[arg-type]
+        assembly.Assembly(config, distributed, None, loop, console, None).parts()  # type: ignore[arg-type]

@@ -136,4 +136,4 @@ def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path) -> None:
     config = Config(algorithm=AlgorithmConfig(router_aux_coef=None))
     config.model.path = str(tmp_path)
     with pytest.raises(ConfigError, match=r"router_aux_coef=null needs a mixture of experts"):
-        planned_shape(config)
+        planned_shape(config.model, config.algorithm)
