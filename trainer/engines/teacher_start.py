@@ -129,7 +129,7 @@ class _Parts:
             return () if isinstance(environment, RunsItself) else environment.tools
 
         return TeacherPrompts(
-            make_chat(config),
+            make_chat(config.model, history=config.environment.history),
             template=config.teacher.context,
             solved_reward=config.teacher.solved_reward,
             max_tokens=config.rollout.max_model_len,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.conversation import request_seed
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -48,15 +48,14 @@ def steps(directory: Path, *sets: str, said: list[str] | None = None) -> list[in
     config.data.heldout_path = str(path)
     config.eval.sets = {name: DataSetConfig(path=str(path)) for name in sets}
     rewards = RewardSet([Reward(name="half", function=lambda found: 0.5)])
-    chat: Any = SimpleNamespace(stop_token_ids=())
     with BackgroundLoop() as loop:
         evaluator = Evaluator(
-            config,
-            heldout_data(config),
+            config.eval,
+            heldout_data(config.heldout_sets(), config.environment, config.reward),
             sampler=sampler,  # type: ignore[arg-type]
+            sampling=Sampling(max_tokens=8),
             rewards=rewards,
             loop=loop,
-            chat=chat,
         )
         notes.append(f"{evaluator.num_rollouts} rollouts")
         evaluator.evaluate(lambda rollout: notes.append("arrived"), notes.append)
