@@ -109,7 +109,7 @@ def test_only_settings_of_what_is_evaluated_must_agree() -> None:
 def test_a_missing_package_is_named_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = with_tasks(include_path="no/such/directory", fewshot_as_multiturn=True)
-    found = "\n".join(evaluation_problems(config))
+    found = "\n".join(evaluation_problems(config.eval, config.reward.functions, has_data=False))
     assert "pip install 'lm-eval>=0.4.13,<0.5'" in found
     assert "eval.lm_eval.include_path=no/such/directory does not exist" in found
     assert "eval.lm_eval.apply_chat_template=true" in found
