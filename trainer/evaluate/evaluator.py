@@ -290,7 +290,7 @@ class _Process:
         self.console.say(f"loading {', '.join(config.eval.lm_eval.tasks)} of lm-eval ...")
         from lockstep.trainer.evaluate.tasks import Tasks  # here: lm-eval is an extra, and takes seconds to import
 
-        tasks = Tasks(config)
+        tasks = Tasks(config.eval, config.model, config.rollout, seed=config.seed)
         other = config.eval.compare_to
         for path in (config.model.path, *(() if other is None or other.endswith(".json") else (other,))):
             tasks.check_tokenizer(path)
