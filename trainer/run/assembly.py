@@ -223,9 +223,12 @@ class _Assembly:
         config = self._config
         if config.has_rollouts or not (config.evaluates and config.heldout_sets()):
             return None
+        from lockstep.trainer.sft.demonstration_rows import tokenized
         from lockstep.trainer.sft.heldout_demonstrations import HeldoutDemonstrations
 
-        return HeldoutDemonstrations(config, self._distributed, chat, say=self._console.say)
+        names = config.heldout_sets()
+        sets = tokenized(names, config.demonstrations, config.model, self._distributed, chat, say=self._console.say)
+        return HeldoutDemonstrations(names, sets, self._distributed, limit=config.eval.prompts)
 
     def _warn_of_overlap(self, prompts: Prompts, heldout: Mapping[str, DataSet]) -> None:
         if not heldout:
