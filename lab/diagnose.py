@@ -92,4 +92,7 @@ def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> I
             settings = {"token_budget": budget, "share_prefixes": config.share_prefixes}
             return Scorer(module, distributed, temperature=temperature, **settings).score(batch)
 
-        yield Examiner(config=config, chat=chat, policy=policy, score=score, engine=engine)
+        yield Examiner(
+            model=config.model, correction=config.correction, temperature=config.rollout.temperature,
+            with_routes=config.plan.replays_engine, chat=chat, policy=policy, score=score, engine=engine,
+        )  # fmt: skip

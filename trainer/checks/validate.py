@@ -65,9 +65,8 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
             problems += algorithm_problems(config)
             problems += correction_problems(config.correction, config.algorithm, config.model)
             if staleness := config.rollout.max_staleness:
-                pause, every = config.sync.pause, config.eval.every
-                problems += asynchrony_problems(staleness, config.correction, config.algorithm, pause=pause)
-                problems += gateway_problems(config.gateway, config.environment, every=every)
+                problems += asynchrony_problems(staleness, config.correction, config.algorithm, pause=config.sync.pause)
+                problems += gateway_problems(config.gateway, config.environment, every=config.eval.every)
             mode = config.correction.mode
             problems += engine_problems(config.rollout, config.sync, config.server, correction_mode=mode)
         problems += launch_problems(config.optimizer, config.model)
