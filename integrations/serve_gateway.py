@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from dataclasses import replace
 
 from lockstep.integrations.gateway.server import Gateway
 from lockstep.trainer.build import make_chat, make_gateway_settings, make_sampling
@@ -20,9 +21,10 @@ def run(config: Config) -> None:
     urls = ", ".join(config.rollout.urls)
     print(f"waiting for {urls} ..." if urls else f"starting the engine with {config.model.path} ...", flush=True)
     with open_engine(config) as engine:
-        chat = make_chat(config)
+        chat = make_chat(config.model, history=config.environment.history)
         temperatures = dict.fromkeys([config.rollout.temperature, config.eval.temperature])
-        samplings = [make_sampling(config, chat, temperature=temperature) for temperature in temperatures]
+        sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
+        samplings = [replace(sampling, temperature=temperature) for temperature in temperatures]
         gateway = Gateway(engine=engine, chat=chat, offered=samplings, settings=settings)
         engine.loop.run(gateway.start())
         print(

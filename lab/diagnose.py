@@ -25,6 +25,7 @@ from lockstep.trainer.build import load_policy, make_chat
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.start import open_engine
+from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.run.library_logs import quiet_third_parties
 from lockstep.trainer.score.scorer import Scorer
@@ -48,7 +49,7 @@ def run(
     """
     quiet_third_parties()
     console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
-    chat = make_chat(config)
+    chat = make_chat(config.model, history=config.environment.history)
     if rollouts is not None:
         console.print(f"rollouts     {rollouts}", markup=False)
         case = Case(name="saved_rollouts", purpose="rollouts saved by a run", rollouts=load_rollouts(rollouts))
@@ -83,7 +84,7 @@ def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> I
     with distributed:
         if distributed.world_size > 1:
             raise ConfigError("the diagnosis runs in one process; start it with `python scripts/diagnose.py`")
-        policy = load_policy(config)
+        policy = load_policy(config.model, decoder_setup(config.model, config.rotary_context))
         module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
 
         def score(batch: StepBatch, *, temperature: float, alone: bool = False) -> Tensor:
@@ -91,4 +92,7 @@ def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> I
             settings = {"token_budget": budget, "share_prefixes": config.share_prefixes}
             return Scorer(module, distributed, temperature=temperature, **settings).score(batch)
 
-        yield Examiner(config=config, chat=chat, policy=policy, score=score, engine=engine)
+        yield Examiner(
+            model=config.model, correction=config.correction, temperature=config.rollout.temperature,
+            with_routes=config.plan.replays_engine, chat=chat, policy=policy, score=score, engine=engine,
+        )  # fmt: skip

@@ -51,6 +51,7 @@ from lockstep.trainer.config.user_code import outside_of, outside_of_update
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.run_engines import start_engines
 from lockstep.trainer.model.critic import with_critic
+from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.metrics_log import BATCH, read_metrics
 from lockstep.trainer.run.assembly import make_sync
@@ -301,7 +302,9 @@ class _Replay:
                 f"replay a dumped batch of this run, or add demonstrations.teacher_divergence=off{without} to see the "
                 "step with their cross-entropy"
             )
-        return Demonstrations.load(config, self._distributed, make_chat(config), say=self.say)
+        return Demonstrations.load(
+            config, self._distributed, make_chat(config.model, history=config.environment.history), say=self.say
+        )
 
     def _continue(self, demonstrations: Demonstrations, step: SavedStep) -> None:
         """Go to the position before the step, after `_restore`. Warns if the demonstrations are others than then."""
@@ -366,12 +369,12 @@ class _Replay:
                 rewards.load()
                 self._restore(step.weights_update)
                 make_sync(config, distributed, self._updater, engines=engines.synced).push(step.weights_update)
-                chat = make_chat(config)
+                chat = make_chat(config.model, history=config.environment.history)
                 samples = loop.run(
                     make_sampler(config, engine=engines.pool, chat=chat).collect(
                         [group[0].example for group in step.groups],
                         samples_per_prompt=config.rollout.samples_per_prompt,
-                        sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
+                        sampling=make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine),
                         step=step.num_steps,
                     )
                 )
@@ -396,7 +399,7 @@ class _Replay:
         """Load the newest weights up to this update. Warns if results are not comparable bit for bit."""
         run, config, distributed, warn = self._run, self._config, self._distributed, self._console.warn
         torch.manual_seed(config.seed)
-        policy = load_policy(config)
+        policy = load_policy(config.model, decoder_setup(config.model, config.rotary_context))
         self._vocab_size = policy.vocab_size
         has_critic, context = config.plan.has_critic, config.rotary_context
         module = with_critic(policy, config.model, has_critic=has_critic, engine_context=context)

@@ -21,8 +21,9 @@ from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.outputs_settings import GatewayConfig
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.model.decoder import decoder_setup
+from lockstep.trainer.model.decoder import DecoderSetup
 from lockstep.trainer.model.policy import Policy
 
 CHAT_LIMIT_S = 300.0
@@ -36,19 +37,19 @@ def vocab_size_of(path: str, *, trust_remote_code: bool) -> int:
     return size
 
 
-def load_policy(config: Config) -> Policy:
+def load_policy(model: ModelConfig, setup: DecoderSetup) -> Policy:
     return Policy.from_pretrained(
-        config.model.path,
+        model.path,
         dtype="float32",  # master weights; trainer/distributed/distributed.py chooses the mixed precision
-        is_compiled=config.model.compile,
-        trust_remote_code=config.model.trust_remote_code,
-        lora=config.model.lora,
-        **decoder_setup(config.model, config.rotary_context),
+        is_compiled=model.compile,
+        trust_remote_code=model.trust_remote_code,
+        lora=model.lora,
+        **setup,
     )
 
 
-def make_chat(config: Config) -> Chat:
-    """Load tokenizer and chat template.
+def make_chat(model: ModelConfig, *, history: str) -> Chat:
+    """Load tokenizer and chat template. history: `environment.history`.
 
     Raises `TemplateError` if the template fails on a short conversation or does not end: it is a program of the model's
     directory, and its sandbox limits neither time nor depth.
@@ -56,10 +57,7 @@ def make_chat(config: Config) -> Chat:
 
     def make() -> Chat:
         return Chat.from_pretrained(
-            config.model.path,
-            history=config.environment.history,
-            trust_remote_code=config.model.trust_remote_code,
-            template=config.model.chat_template,
+            model.path, history=history, trust_remote_code=model.trust_remote_code, template=model.chat_template
         )
 
     try:
@@ -67,12 +65,12 @@ def make_chat(config: Config) -> Chat:
         return run_in_abandonable_thread(make).result(CHAT_LIMIT_S)
     except TimeoutError as error:
         raise TemplateError(
-            f"{config.model.path}: tokenizer and chat template are not ready after {CHAT_LIMIT_S:g} s; expected a "
+            f"{model.path}: tokenizer and chat template are not ready after {CHAT_LIMIT_S:g} s; expected a "
             "template that renders a short conversation at once"
         ) from error
     except (ArithmeticError, MemoryError, RecursionError, TypeError) as error:
         raise TemplateError(
-            f"{config.model.path}: the chat template fails on a short conversation: {type(error).__name__}: {error}"
+            f"{model.path}: the chat template fails on a short conversation: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -106,17 +104,16 @@ def make_gateway_settings(settings: GatewayConfig, model: ModelConfig) -> Gatewa
     )
 
 
-def make_sampling(config: Config, chat: Chat, *, temperature: float) -> Sampling:
-    settings = config.rollout
+def make_sampling(settings: RolloutConfig, chat: Chat, *, with_routes: bool) -> Sampling:
     return Sampling(
         max_tokens=settings.max_tokens_per_turn,
-        temperature=temperature,
+        temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
         stop_token_ids=() if settings.ignore_eos else tuple(chat.stop_token_ids),
         ignore_eos=settings.ignore_eos,
-        with_routes=config.plan.replays_engine,
+        with_routes=with_routes,
     )
 
 

@@ -46,7 +46,8 @@ TOOLS: dict[str, list[Callable[..., Any]]] = {"calculator": [calculator]}
 
 def dataset_of(config: Config, updates: int) -> Dataset:
     """Return the rows of these updates in the order in which Lockstep draws them."""
-    prompts = Prompts(training_data(config), seed=config.seed, shuffle=config.data.shuffle)
+    data = training_data(config.data, config.environment, config.reward)
+    prompts = Prompts(data, seed=config.seed, shuffle=config.data.shuffle)
     rows = prompts.take(updates * config.rollout.prompts_per_step)
     reader = PromptReader(column=config.environment.settings.get("prompt_column"))
     return Dataset.from_list([{"prompt": list(reader.messages(row)), "row": json.dumps(dict(row))} for row in rows])
@@ -164,7 +165,7 @@ def main() -> None:
     workload = COMPARED[arguments.workload]
     config = configuration([*workload.settings(), *arguments.settings])
     batch = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    tokenizer = make_chat(config).tokenizer
+    tokenizer = make_chat(config.model, history=config.environment.history).tokenizer
     tokenizer.response_template = qwen3_template  # of templates that write calls and reasoning as Qwen3's does
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(

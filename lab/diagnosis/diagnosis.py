@@ -13,7 +13,8 @@ from rich.table import Table
 from lockstep.lab.diagnosis.causes import CRITICAL_KL, OK, WARNING_KL, Cause, Finding, Severity
 from lockstep.lab.diagnosis.evidence import Evidence, ScoredTokens, by_class, by_turn, noise_floor, worst_positions
 from lockstep.rollout.safe_text import terminal_safe
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 
 FORMAT = 1
 """Version of the JSON; an incompatible change increments it."""
@@ -94,7 +95,14 @@ class Diagnosis:
         }
 
 
-def conclude(cases: Sequence[CaseReport], config: Config, variant: Cause | None = None) -> Diagnosis:
+def conclude(
+    cases: Sequence[CaseReport],
+    model: ModelConfig,
+    correction: CorrectionConfig,
+    *,
+    temperature: float,
+    variant: Cause | None = None,
+) -> Diagnosis:
     """Combine cases: the worst severity, and of several causes the first in `Cause`, which invalidates the others."""
     finding = OK
     if decisive := next((case for cause in Cause for case in cases if case.finding.cause is cause), None):
@@ -108,10 +116,10 @@ def conclude(cases: Sequence[CaseReport], config: Config, variant: Cause | None 
         cases=tuple(cases),
         noise_floor=noise_floor([case.scored for case in cases if case.name not in REEXAMINED]),
         settings={
-            "model": config.model.path,
-            "dtype": config.model.dtype,
-            "correction": config.correction.mode,
-            "temperature": config.rollout.temperature,
+            "model": model.path,
+            "dtype": model.dtype,
+            "correction": correction.mode,
+            "temperature": temperature,
             "broken": variant,
         },
     )

@@ -20,7 +20,8 @@ from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.records import Rollout
 from lockstep.trainer.batch.step_batch import StepBatch
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.observe.token_texts import TokenTexts
 
 CHECKED_ROWS = 4
@@ -31,7 +32,12 @@ CHECKED_ROWS = 4
 class Examiner:
     """The pipeline of a run, ready to be examined."""
 
-    config: Config
+    model: ModelConfig
+    correction: CorrectionConfig
+    temperature: float
+    """Temperature of sampling."""
+    with_routes: bool
+    """True if the trainer computes with the experts that the engine chose."""
     chat: Chat
     policy: nn.Module
     """The module that `score` uses; variants break and restore it."""
@@ -57,18 +63,17 @@ class Examiner:
         )
         for name, (purpose, note) in zip(REEXAMINED, views, strict=True):
             reports.append(replace(last, name=name, purpose=purpose, note=note))
-        return conclude(reports, self.config, variant)
+        return conclude(reports, self.model, self.correction, temperature=self.temperature, variant=variant)
 
     def _examine(self, case: Case, variant: Cause | None, texts: TokenTexts) -> CaseReport:
-        batch = StepBatch.of(case.trainable, mask_truncated=False, with_routes=self.config.plan.replays_engine)
+        batch = StepBatch.of(case.trainable, mask_truncated=False, with_routes=self.with_routes)
         batch = replace(batch, rows=tuple(damaged_rows(variant, batch.rows, texts.tokenizer)))
-        temperature = self.config.rollout.temperature
         scored_tokens = ScoredTokens(
             batch=batch,
-            train_N=self.score(batch, temperature=temperature),
-            again_N=self.score(batch, temperature=temperature, alone=True),
+            train_N=self.score(batch, temperature=self.temperature),
+            again_N=self.score(batch, temperature=self.temperature, alone=True),
             texts=texts,
-            correction=self.config.correction,
+            correction=self.correction,
         )
         note = ""
         if case.name == "single_turn" and case.rollouts:
@@ -94,7 +99,7 @@ class Examiner:
         batch = replace(scored.batch, rows=tuple(checked_rows))
         trainer_N = self.score(batch, temperature=1.0)
         is_chosen_N = torch.isin(scored.row_N, torch.tensor(fitting[:CHECKED_ROWS]))
-        was_at_1 = self.config.rollout.temperature == 1.0
+        was_at_1 = self.temperature == 1.0
         return EngineCheck(
             tokens=len(engine_N),
             record_vs_trainer=float(scored.diff_N[is_chosen_N].abs().mean()),
@@ -103,19 +108,17 @@ class Examiner:
         )
 
 
-def diagnose_step(
-    rollouts: Sequence[Rollout], batch: StepBatch, logp_train_N: Tensor, texts: TokenTexts, config: Config
-) -> Diagnosis:
-    """Diagnose trainable rollouts of a training step from the step's own logprobs, without a noise floor."""
+def report_step(
+    rollouts: Sequence[Rollout], batch: StepBatch, logp_train_N: Tensor, texts: TokenTexts, correction: CorrectionConfig
+) -> CaseReport:
+    """Judge trainable rollouts of a training step by the step's own logprobs, without a noise floor."""
     rollout_ids = {rollout.rollout_id for rollout in rollouts}
     is_chosen = np.array([row.rollout_id in rollout_ids for row in batch.rows], dtype=bool)
     is_chosen_N = torch.from_numpy(np.repeat(is_chosen, np.diff(batch.layout.token_start)))
     part = replace(batch, rows=tuple(row for row in batch.rows if row.rollout_id in rollout_ids))
-    scored_tokens = ScoredTokens(
-        batch=part, train_N=logp_train_N[is_chosen_N], texts=texts, correction=config.correction
-    )
+    scored_tokens = ScoredTokens(batch=part, train_N=logp_train_N[is_chosen_N], texts=texts, correction=correction)
     purpose = "rollouts of a training step, with the logprobs that it was trained with"
-    return conclude([report_case(Case(name="step", purpose=purpose, rollouts=tuple(rollouts)), scored_tokens)], config)
+    return report_case(Case(name="step", purpose=purpose, rollouts=tuple(rollouts)), scored_tokens)
 
 
 def report_case(case: Case, scored: ScoredTokens, *, engine: EngineCheck | None = None, note: str = "") -> CaseReport:

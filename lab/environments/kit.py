@@ -57,8 +57,8 @@ def findings(
     config.reward.timeout_s = min(config.reward.timeout_s, options.deadline_s)
     config.reward.on_error, config.reward.max_error_rate = {}, 1.0  # an error is a finding here, not the end
     with journal.doing("the loading of model, data and rewards", limit_s=START_LIMIT_S):
-        chat = make_chat(config)
-        data = training_data(config)
+        chat = make_chat(config.model, history=config.environment.history)
+        data = training_data(config.data, config.environment, config.reward)
         rows = Prompts(data, seed=config.seed, shuffle=config.data.shuffle).take(min(options.rows, sum(map(len, data))))
         rewards = make_rewards(config)
         rewards.load()

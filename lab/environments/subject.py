@@ -83,7 +83,7 @@ class Subject:
 
     @property
     def sampling(self) -> Sampling:
-        return make_sampling(self.config, self.chat, temperature=self.config.rollout.temperature)
+        return make_sampling(self.config.rollout, self.chat, with_routes=self.config.plan.replays_engine)
 
     async def play(self, row: Row, player: Player, *, may_hang: bool = False) -> Rollout:
         """Play one episode with the turns of a player. Faults of the environment are kept in `watch`.

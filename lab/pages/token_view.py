@@ -17,9 +17,9 @@ from markupsafe import Markup
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.lab.diagnosis.diagnosis import CaseReport, Diagnosis
+from lockstep.lab.diagnosis.diagnosis import CaseReport, Diagnosis, conclude
 from lockstep.lab.diagnosis.evidence import ScoredTokens
-from lockstep.lab.diagnosis.examiner import diagnose_step
+from lockstep.lab.diagnosis.examiner import report_step
 from lockstep.lab.diagnosis.token_classes import CLASSES
 from lockstep.lab.pages.chart import round_up
 from lockstep.lab.pages.render import render, write_page
@@ -58,7 +58,8 @@ def token_view(diagnosis: Diagnosis) -> str:
 def step_token_view(report: StepReport, config: Config, tokenizer: PreTrainedTokenizerBase) -> str:
     """Render some trainable rollouts of a training step, with the logprobs that it was trained with."""
     rollouts = [rollout for rollout in report.rollouts if rollout.is_trainable][:STEP_ROLLOUTS]
-    return token_view(diagnose_step(rollouts, report.batch, report.logp_train_N, TokenTexts(tokenizer), config))
+    case = report_step(rollouts, report.batch, report.logp_train_N, TokenTexts(tokenizer), config.correction)
+    return token_view(conclude([case], config.model, config.correction, temperature=config.rollout.temperature))
 
 
 def script_json(value: Any) -> Markup:

@@ -46,7 +46,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def examined(config: Config) -> Iterator[tuple[Examiner, list[Case]]]:
-    chat = make_chat(config)
+    chat = make_chat(config.model, history=config.environment.history)
     with forks_for_spawns(), open_engine(config) as engine:
         cases = engine.loop.run(sample_cases(config, engine=engine, chat=chat))
         with open_examiner(config, chat, engine=engine) as examiner:

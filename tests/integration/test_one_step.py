@@ -24,6 +24,7 @@ from lockstep.trainer.build import load_policy
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.observe.step_metrics import StepReport
@@ -101,7 +102,7 @@ def by_library(
 ) -> tuple[StepReport, Policy, Checksums]:
     """`Trainer.step` on the rollouts of the example: its report, its weights, and those of the engine."""
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
-    policy = load_policy(config)
+    policy = load_policy(config.model, decoder_setup(config.model, config.rotary_context))
     updater = Updater(distributed.prepare(policy, make_optimizer(policy, config.optimizer)), distributed, config)
     sync = make_sync(config, distributed, updater, engines=[engine])
     sync.push(0)

@@ -33,7 +33,7 @@ def test_tasks_of_every_output_type_have_the_results_of_the_hugging_face_backend
     config.rollout.max_model_len = served.engine.max_model_len
     byte_tokenizer().save_pretrained(tmp_path / "model")
     requests: list[tuple[str, int]] = []
-    run = Tasks(config).evaluate(
+    run = Tasks(config.eval, config.model, config.rollout, seed=config.seed).evaluate(
         EnginePool([served.engine]),
         model_path=str(tmp_path / "model"),
         on_stage=lambda name, total: requests.append((name, total)),

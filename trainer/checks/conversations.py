@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lockstep.rollout.errors import DataError
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig, DemonstrationsConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.paths import file_exists
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
 from lockstep.trainer.setting import typed
 
 
-def demonstration_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per conflict between demonstrations, their teacher and the other data."""
-    teacher, sets, kind = config.teacher, config.demonstration_sets(), config.demonstrations.teacher_divergence
+def demonstration_problems(
+    settings: DemonstrationsConfig, teacher: TeacherConfig, sets: Collection[DataSetConfig]
+) -> Iterator[str]:
+    """Yield one sentence per conflict between demonstrations and their teacher. sets: those that are trained."""
+    kind = settings.teacher_divergence
     word = f"demonstrations.teacher_divergence={kind}"
     if teacher.source == "saved":
-        yield from _saved_teacher_problems(teacher, config.demonstrations, sets.values())
+        yield from _saved_teacher_problems(teacher, settings, sets)
     elif kind != "off" and (teacher.path is None or teacher.source != "model"):
         yield (
             f"{word} learns from the model at teacher.path, found teacher.path={typed(teacher.path)} and "
@@ -32,13 +33,16 @@ def demonstration_problems(config: Config) -> Iterator[str]:
             f"{word} with teacher.context={typed(teacher.context)}: the teacher reads demonstrations as they are; set "
             "teacher.context=null, or demonstrations.teacher_divergence=off"
         )
-    if config.has_rollouts:
-        for data_set in (*config.data.training_sets().values(), *config.heldout_sets().values()):
-            if data_set.is_saved:
-                yield (
-                    f"{data_set.path} is data of algorithm={config.algorithm.name}, which samples from prompts; "
-                    f"set algorithm=sft, or demonstrations.path={data_set.path} to train them beside its own"
-                )
+
+
+def saved_prompt_problems(sets: Iterable[DataSetConfig], algorithm: str) -> Iterator[str]:
+    """Yield one sentence per data set of prompts that holds saved rollouts."""
+    for data_set in sets:
+        if data_set.is_saved:
+            yield (
+                f"{data_set.path} is data of algorithm={algorithm}, which samples from prompts; "
+                f"set algorithm=sft, or demonstrations.path={data_set.path} to train them beside its own"
+            )
 
 
 def _saved_teacher_problems(
@@ -61,11 +65,8 @@ def _saved_teacher_problems(
         )
 
 
-def demonstration_row_problems(config: Config) -> Iterator[str]:
+def demonstration_row_problems(sets: Iterable[DataSetConfig]) -> Iterator[str]:
     """Yield one sentence per local file whose first row is not a conversation."""
-    sets = list(config.demonstration_sets().values())
-    if not config.has_rollouts and config.evaluates:
-        sets += config.heldout_sets().values()
     for data_set in sets:
         if data_set.is_saved:
             try:

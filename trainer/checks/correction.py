@@ -8,8 +8,9 @@ from lockstep.rollout.environments import declared_parts
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.outputs_settings import GatewayConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.config.hints import closest
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES, REJECTION_CRITERIA
 from lockstep.trainer.objective.own.lookup import policy_loss_named
 from lockstep.trainer.setting import typed
@@ -121,13 +122,11 @@ def _bypass(correction: CorrectionConfig, algorithm: AlgorithmConfig, *, has_wei
             )
 
 
-def asynchrony_problems(config: Config) -> Iterator[str]:
-    """Yield one sentence per conflict."""
-    rollout, correction = config.rollout, config.correction
-    staleness = rollout.max_staleness
-    if not staleness:
-        return
-    updates = config.algorithm.epochs * config.algorithm.minibatches
+def asynchrony_problems(
+    staleness: int, correction: CorrectionConfig, algorithm: AlgorithmConfig, *, pause: str
+) -> Iterator[str]:
+    """Yield one sentence per conflict with rollouts of this staleness, which is not 0. pause: `sync.pause`."""
+    updates = algorithm.epochs * algorithm.minibatches
     if staleness < updates:
         yield (
             f"rollout.max_staleness={staleness} is less than the algorithm.epochs x algorithm.minibatches = {updates} "
@@ -144,14 +143,18 @@ def asynchrony_problems(config: Config) -> Iterator[str]:
             f"rollout.max_staleness={staleness} trains on tokens of older policies, which correction.mode="
             f"{correction.mode} does not weight; set correction.mode=token_truncate, or rollout.max_staleness=0"
         )
-    if config.sync.pause == "abort":
+    if pause == "abort":
         yield (
             f"sync.pause=abort aborts the requests in flight of rollout.max_staleness={staleness} at every update; set "
             "sync.pause=keep"
         )
-    parts = declared_parts(config.environment.name, config.environment.settings)
-    if config.gateway.port and config.eval.every and any(part.uses_gateway for _, _, part in parts):
+
+
+def gateway_problems(gateway: GatewayConfig, environment: EnvironmentConfig, *, every: int) -> Iterator[str]:
+    """Yield one sentence if rollouts in flight keep the gateway's port from an evaluation. every: `eval.every`."""
+    parts = declared_parts(environment.name, environment.settings)
+    if gateway.port and every and any(part.uses_gateway for _, _, part in parts):
         yield (
-            f"gateway.port={config.gateway.port} is in use by rollouts in flight when an evaluation begins; "
+            f"gateway.port={gateway.port} is in use by rollouts in flight when an evaluation begins; "
             "set gateway.port=0 for any free port, or eval.every=0"
         )

@@ -12,13 +12,12 @@ from lockstep.rollout.environments import declaration, declared_parts, environme
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
-from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig
-from lockstep.trainer.config.groups.evaluation_settings import LmEvalConfig
+from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig, DemonstrationsConfig
+from lockstep.trainer.config.groups.evaluation_settings import EvalConfig, LmEvalConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.paths import file_exists, path_exists
 from lockstep.trainer.config.prepared import data_command
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import is_file, is_made, path_problem, read_first_row
 from lockstep.trainer.data.prompts import OF_ENVIRONMENT, prepared, rows_of_environment
 from lockstep.trainer.data.row_check import RowCheck
@@ -98,12 +97,16 @@ def made_data_problems(sets: Sequence[DataSetConfig], data: DataConfig, rewards:
         )
 
 
-def evaluation_problems(config: Config, *, trains: bool = True) -> Iterator[str]:
-    """Yield one sentence per conflict of `eval`. trains: False if the configuration is for an evaluation alone."""
-    settings = config.eval
+def evaluation_problems(
+    settings: EvalConfig, rewards: Sequence[str], *, has_data: bool, trains: bool = True
+) -> Iterator[str]:
+    """Yield one sentence per conflict of `eval`.
+
+    has_data: True if there are held-out sets. trains: False if the configuration is for an evaluation alone.
+    """
     overrides = {f"eval.every={settings.every}": "eval.every=0"} if settings.every else {}
     overrides |= {"eval.before_training=true": "eval.before_training=false"} if settings.before_training else {}
-    if overrides and not config.heldout_sets():
+    if overrides and not has_data:
         needs = "need" if len(overrides) > 1 else "needs"
         yield (
             f"{' and '.join(overrides)} {needs} held-out data; set data.heldout_path=<file or hub id>, or "
@@ -114,16 +117,16 @@ def evaluation_problems(config: Config, *, trains: bool = True) -> Iterator[str]
             f"eval.samples_per_prompt={settings.samples_per_prompt} at eval.temperature=0 repeats one greedy answer; "
             "set eval.temperature=1.0, or eval.samples_per_prompt=1"
         )
-    is_sampled = bool(config.heldout_sets()) and (config.evaluates or not trains)
-    if is_sampled and settings.samples_per_prompt == 1 and scores_groups_alone(config.reward.functions):
-        first = config.reward.functions[0]
+    is_sampled = has_data and (bool(overrides) or not trains)
+    if is_sampled and settings.samples_per_prompt == 1 and scores_groups_alone(rewards):
+        first = rewards[0]
         yield (
             f"the reward {first} compares the rollouts of a prompt, and evaluations sample one (eval."
             "samples_per_prompt=1), which has no reward; set eval.samples_per_prompt=8 eval.temperature=1.0, or "
             f"'reward.functions=[{first},exact_match]' 'reward.weights=[1,0]' for one that is only measured, or "
             "eval.every=0 eval.before_training=false"
         )
-    names = [spec.rpartition(":")[2] for spec in config.reward.functions]
+    names = [spec.rpartition(":")[2] for spec in rewards]
     if settings.pass_reward is not None and settings.pass_reward not in names:
         yield (
             f"eval.pass_reward={settings.pass_reward} is not among reward.functions ({', '.join(names)})"
@@ -157,27 +160,25 @@ def _lm_eval_problems(settings: LmEvalConfig) -> Iterator[str]:
         )
 
 
-def data_file_problems(config: Config, *, trains: bool) -> Iterator[str]:
+def data_file_problems(
+    data: DataConfig, evaluation: EvalConfig, demonstrations: DemonstrationsConfig, environment: str, *, trains: bool
+) -> Iterator[str]:
     """Yield one sentence per path at which nothing can be read. trains: True if training data is needed."""
-    paths = {f"eval.sets.{name}.path": data_set.path for name, data_set in config.eval.sets.items()}
-    if trains and config.data.sources:
-        paths |= {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
+    paths = {f"eval.sets.{name}.path": data_set.path for name, data_set in evaluation.sets.items()}
+    if trains and data.sources:
+        paths |= {f"data.sources.{name}.path": source.path for name, source in data.sources.items()}
     elif trains:
-        paths["data.path"] = config.data.path
-    if trains and config.demonstrations.path is not None:
-        paths["demonstrations.path"] = config.demonstrations.path
-    if not trains and not config.heldout_sets() and not config.eval.lm_eval.tasks:
+        paths["data.path"] = data.path
+    if trains and demonstrations.path is not None:
+        paths["demonstrations.path"] = demonstrations.path
+    if data.heldout_path is not None and (trains or not evaluation.lm_eval.tasks):
+        paths["data.heldout_path"] = data.heldout_path
+    if not trains and not paths and not evaluation.lm_eval.tasks:
         yield "no held-out data is set; set data.heldout_path=<file or hub id>"
-    if config.data.heldout_path is not None and (trains or not config.eval.lm_eval.tasks):
-        paths["data.heldout_path"] = config.data.heldout_path
     for name, path in paths.items():
-        if (
-            path == OF_ENVIRONMENT
-            and not path_exists(path)
-            and rows_of_environment(config.environment.name, path) is None
-        ):
+        if path == OF_ENVIRONMENT and not path_exists(path) and rows_of_environment(environment, path) is None:
             yield (
-                f"{name}={path}: environment {config.environment.name} brings no held-out data; set {name}=<file or "
+                f"{name}={path}: environment {environment} brings no held-out data; set {name}=<file or "
                 "hub id>, or data.heldout_path=null for none"
             )
         elif path and (problem := path_problem(path)):

@@ -10,8 +10,9 @@ from lockstep.trainer.checks.algorithm import algorithm_problems
 from lockstep.trainer.checks.conversations import (
     demonstration_problems,
     demonstration_row_problems,
+    saved_prompt_problems,
 )
-from lockstep.trainer.checks.correction import asynchrony_problems, correction_problems
+from lockstep.trainer.checks.correction import asynchrony_problems, correction_problems, gateway_problems
 from lockstep.trainer.checks.data import (
     data_file_problems,
     data_problems,
@@ -50,7 +51,8 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
     needs_data: True if the data files must exist. trains: True if training data is among them. scores: True if rewards
     score what is sampled on the data.
     """
-    sets = [*(config.data.training_sets().values() if trains else ()), *config.heldout_sets().values()]
+    heldout, demonstrations = config.heldout_sets().values(), config.demonstration_sets().values()
+    sets = [*(config.data.training_sets().values() if trains else ()), *heldout]
     problems = [*missing_problems(config, needs_data=needs_data, trains=trains, scores=scores)]
     problems += value_problems(config)
     # Conflicts depend on what the loss and the advantage need, so their files are loaded first.
@@ -62,18 +64,25 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
             problems += [*reward_problems(config.reward), *reward_name_problems(config.reward)]
             problems += algorithm_problems(config)
             problems += correction_problems(config.correction, config.algorithm, config.model)
-            problems += asynchrony_problems(config)
+            if staleness := config.rollout.max_staleness:
+                problems += asynchrony_problems(staleness, config.correction, config.algorithm, pause=config.sync.pause)
+                problems += gateway_problems(config.gateway, config.environment, every=config.eval.every)
             mode = config.correction.mode
             problems += engine_problems(config.rollout, config.sync, config.server, correction_mode=mode)
         problems += launch_problems(config.optimizer, config.model)
         problems += model_problems(config.model, config.teacher)
         problems += data_problems(config.data, config.eval.sets, config.environment)
-        problems += [*demonstration_problems(config), *url_problems("teacher.urls", config.teacher.urls)]
-        problems += evaluation_problems(config, trains=trains)
+        problems += demonstration_problems(config.demonstrations, config.teacher, demonstrations)
+        prompts = [*config.data.training_sets().values(), *heldout] if config.has_rollouts else []
+        problems += saved_prompt_problems(prompts, config.algorithm.name)
+        problems += url_problems("teacher.urls", config.teacher.urls)
+        problems += evaluation_problems(config.eval, config.reward.functions, has_data=bool(heldout), trains=trains)
         if needs_data and trains:
             problems += unused_problems(config)
         if needs_data:
-            problems += data_file_problems(config, trains=trains)
+            problems += data_file_problems(
+                config.data, config.eval, config.demonstrations, config.environment.name, trains=trains
+            )
             problems += made_data_problems(sets, config.data, config.reward.functions)
             problems += reward_model_problems(config.reward) if config.has_rollouts else []
             problems += [*repository_problems(config.hub.repo), *run_problems(config.resume, config.run_name)]
@@ -86,6 +95,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
             problems += first_row_problems(sets, check, heldout_path=config.data.heldout_path)
             problems += sandbox_problems(config.environment, config.reward)
     if not problems and needs_data and trains:
-        problems += demonstration_row_problems(config)
+        is_heldout = config.evaluates and not config.has_rollouts
+        problems += demonstration_row_problems([*demonstrations, *(heldout if is_heldout else ())])
     if problems:
         raise ConfigError("\n".join(problems))

@@ -23,7 +23,7 @@ def make_prompts(
     """Load and filter the prompts of a run; a collective. Raises `DataError` on all ranks."""
     settings = config.data
     max_tokens = settings.max_prompt_tokens
-    data = distributed.together(lambda: training_data(config, say=say))
+    data = distributed.together(lambda: training_data(settings, config.environment, config.reward, say=say))
     if max_tokens is not None:
         make = partial(make_environment, config.environment.name, **config.environment.settings)
         # Rank 0 measures for all, because the order must be equal on every rank.

@@ -26,8 +26,8 @@ from lockstep.rollout.environments import declaration
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import DataRow
-from lockstep.trainer.config.groups.data_settings import CurriculumConfig, DataSetConfig
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.data_settings import CurriculumConfig, DataConfig, DataSetConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 from lockstep.trainer.data.datasets import load_rows, rename
 from lockstep.trainer.data.reader import Rows, every, silent
 from lockstep.trainer.data.row_check import RowCheck
@@ -108,27 +108,35 @@ def load_data_set(settings: DataSetConfig, *, name: str | None = None, say: Call
     return DataSet(rows, settings, name=name)
 
 
-def training_data(config: Config, *, say: Callable[[str], None] = silent) -> list[DataSet]:
+def training_data(
+    data: DataConfig, environment: EnvironmentConfig, reward: RewardConfig, *, say: Callable[[str], None] = silent
+) -> list[DataSet]:
     """Load the training data of a run, data.path or all of data.sources, and check every row. say: told of progress.
 
     Raises `DataError` if rows cannot be used.
     """
-    check = RowCheck(config.environment, config.reward)
-    sources = config.data.training_sets().items()
+    check = RowCheck(environment, reward)
+    sources = data.training_sets().items()
     return [load_data_set(one, name=name or None, say=say).checked(check, say=say) for name, one in sources]
 
 
-def heldout_data(config: Config, *, say: Callable[[str], None] = silent) -> dict[str, DataSet]:
-    """Load the held-out data by name, data.heldout_path under an empty name, then eval.sets, and check every row.
+def heldout_data(
+    heldout: Mapping[str, DataSetConfig],
+    environment: EnvironmentConfig,
+    reward: RewardConfig,
+    *,
+    say: Callable[[str], None] = silent,
+) -> dict[str, DataSet]:
+    """Load the held-out data by name, and check every row. heldout: `Config.heldout_sets`.
 
     The path `environment` stands for the evaluation data of an environment that brings its own. Raises `DataError`.
     """
-    check = RowCheck(config.environment, config.reward)
+    check = RowCheck(environment, reward)
     sets = {}
-    for name, settings in config.heldout_sets().items():
-        own_rows = rows_of_environment(config.environment.name, settings.path)
+    for name, settings in heldout.items():
+        own_rows = rows_of_environment(environment.name, settings.path)
         if own_rows is not None:
-            sets[name] = DataSet(own_rows(**config.environment.settings), settings, name=name or None)
+            sets[name] = DataSet(own_rows(**environment.settings), settings, name=name or None)
         else:
             sets[name] = load_data_set(settings, name=name or None, say=say)
     return {name: data.checked(check, say=say) for name, data in sets.items()}

@@ -94,7 +94,12 @@ def start_teacher(
     def prompts() -> TeacherPrompts | None:
         if settings.context is None:
             return None
-        return _prompts(make_chat(config), settings, config.environment, max_tokens=rollout.max_model_len)
+        return _prompts(
+            make_chat(config.model, history=config.environment.history),
+            settings,
+            config.environment,
+            max_tokens=rollout.max_model_len,
+        )
 
     with distributed.whole_models():
         engine = policy if settings.source == "policy" else distributed.together(start)

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.rewards.composition import RewardSet
-from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
-from lockstep.rollout.engine.protocol import BASE, POLICY
+from lockstep.rollout.engine.protocol import BASE, POLICY, Sampling
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import OnRollout, Sampler
@@ -27,6 +26,7 @@ from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.build import make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.compose import describe_task
+from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
 from lockstep.trainer.engines.start import open_engine
@@ -64,26 +64,27 @@ class Evaluator:
 
     def __init__(
         self,
-        config: Config,
+        settings: EvalConfig,
         data: Mapping[str, DataSet],
         *,
         sampler: Sampler,
+        sampling: Sampling,
         rewards: RewardSet,
         loop: BackgroundLoop,
-        chat: Chat,
         model: str = POLICY,
     ) -> None:
-        """data: `heldout_data`. model: adapter of the engine (`Sampling.model`)."""
-        self._config = config
+        """data: `heldout_data`. sampling: that of training. model: adapter of the engine (`Sampling.model`)."""
+        self._settings = settings
         self._sampler = sampler
         self._rewards = rewards
         self._loop = loop
         self._sampling = replace(
-            make_sampling(config, chat, temperature=config.eval.temperature),
-            max_tokens=config.eval.max_tokens_per_turn or config.rollout.max_tokens_per_turn,
-            top_p=config.eval.top_p,
-            top_k=config.eval.top_k,
-            min_p=config.eval.min_p,
+            sampling,
+            max_tokens=settings.max_tokens_per_turn or sampling.max_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
             is_trained=False,
             model=model,
         )
@@ -92,13 +93,13 @@ class Evaluator:
     @property
     def num_rollouts(self) -> int:
         """Number of rollouts of an evaluation, over all data sets."""
-        return sum(map(self._num_prompts, self.data.values())) * self._config.eval.samples_per_prompt
+        return sum(map(self._num_prompts, self.data.values())) * self._settings.samples_per_prompt
 
     def evaluate(
         self, on_rollout: OnRollout = lambda rollout: None, on_stage: Callable[[str], None] = lambda name: None
     ) -> Evaluation:
         """Evaluate on all data sets. on_stage: called when the sampling or the scoring of one begins."""
-        settings = self._config.eval
+        settings = self._settings
         results, all_rollouts = [], []
         for name, data in self.data.items():
             of = f" of {name}" if name else ""
@@ -117,14 +118,14 @@ class Evaluator:
         return Evaluation(results=tuple(results), rollouts=tuple(all_rollouts))
 
     def _num_prompts(self, data: DataSet) -> int:
-        limit = self._config.eval.prompts
+        limit = self._settings.prompts
         return len(data) if limit is None else min(limit, len(data))
 
     def _sample(self, data: DataSet, *, step: int, on_rollout: OnRollout) -> list[Rollout]:
         return self._loop.run(
             self._sampler.collect(
                 [data[index] for index in range(self._num_prompts(data))],
-                samples_per_prompt=self._config.eval.samples_per_prompt,
+                samples_per_prompt=self._settings.samples_per_prompt,
                 sampling=self._sampling,
                 step=step,
                 on_rollout=on_rollout,
@@ -233,7 +234,7 @@ class _Process:
                 "eval.compare_to=null 'eval.lm_eval.tasks=[]', or evaluate merged models one by one"
             )
         sampled_with, metrics = comparable_settings(config), {}
-        data = heldout_data(config, say=console.say)
+        data = heldout_data(config.heldout_sets(), config.environment, config.reward, say=console.say)
         console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
         with open_engine(config) as engine:
             base: Sequence[SetResult] = ()
@@ -256,7 +257,7 @@ class _Process:
 
     def evaluate(self, tasks: Tasks | None) -> Evaluation:
         config, console = self.config, self.console
-        data = heldout_data(config, say=console.say)
+        data = heldout_data(config.heldout_sets(), config.environment, config.reward, say=console.say)
         path = config.model.path
         console.say(f"starting the engine with {path} ...")
         with open_engine(config) as engine:
@@ -272,10 +273,11 @@ class _Process:
         rewards = make_rewards(config)
         try:
             rewards.load()
-            chat = make_chat(config)
+            chat = make_chat(config.model, history=config.environment.history)
             sampler = make_sampler(config, engine=engine, chat=chat)
+            sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
             evaluator = Evaluator(
-                config, data, sampler=sampler, rewards=rewards, loop=engine.loop, chat=chat, model=model
+                config.eval, data, sampler=sampler, sampling=sampling, rewards=rewards, loop=engine.loop, model=model
             )
             with self.console.progress("evaluation", evaluator.num_rollouts) as lines:
                 return evaluator.evaluate(lines.rollout, lines.stage)
@@ -288,7 +290,7 @@ class _Process:
         self.console.say(f"loading {', '.join(config.eval.lm_eval.tasks)} of lm-eval ...")
         from lockstep.trainer.evaluate.tasks import Tasks  # here: lm-eval is an extra, and takes seconds to import
 
-        tasks = Tasks(config)
+        tasks = Tasks(config.eval, config.model, config.rollout, seed=config.seed)
         other = config.eval.compare_to
         for path in (config.model.path, *(() if other is None or other.endswith(".json") else (other,))):
             tasks.check_tokenizer(path)

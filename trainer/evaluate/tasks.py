@@ -18,7 +18,9 @@ from lockstep.rollout.chat.chat import generation_stops, load_tokenizer
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.errors import ConfigError, DataError, LockstepError
 from lockstep.rollout.safe_text import error_text
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.evaluate.engine_model import EngineModel, Generation
 from lockstep.trainer.evaluate.task_results import TaskMetric, task_metrics, tasks_to_json
 
@@ -58,7 +60,7 @@ class TaskRun:
 class Tasks:
     """The tasks of `eval.lm_eval.tasks`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, evaluation: EvalConfig, model: ModelConfig, rollout: RolloutConfig, *, seed: int) -> None:
         """Load tasks and their data.
 
         Raises:
@@ -67,7 +69,7 @@ class Tasks:
         """
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
-        settings = config.eval.lm_eval
+        settings = evaluation.lm_eval
         include = None if settings.include_path is None else str(Path(settings.include_path).expanduser())
         manager = TaskManager(include_path=include)
         names: list[str] = []
@@ -89,7 +91,7 @@ class Tasks:
                 f"{type(error).__name__}: {error_text(error)}; without the hub, point dataset_path of the task at "
                 "local files (docs/evaluation.md)"
             ) from error
-        self._config = config
+        self._evaluation, self._model, self._rollout, self._seed = evaluation, model, rollout, seed
         for name, task in self._loaded["tasks"].items():
             self._prepare(name, task)
 
@@ -99,7 +101,7 @@ class Tasks:
 
     def _prepare(self, name: str, task: Any) -> None:
         """Apply the settings to a task. Raises `ConfigError` for one that cannot be evaluated."""
-        settings = self._config.eval.lm_eval
+        settings = self._evaluation.lm_eval
         if task.OUTPUT_TYPE not in SUPPORTED or getattr(task, "MULTIMODAL", False):
             kind = "images or audio" if getattr(task, "MULTIMODAL", False) else task.OUTPUT_TYPE
             raise ConfigError(f"eval.lm_eval.tasks: {name} needs {kind}, expected one of {', '.join(SUPPORTED)}")
@@ -112,7 +114,7 @@ class Tasks:
             task.set_config(key="num_fewshot", value=settings.num_fewshot)
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=self._config.seed)
+        task.set_fewshot_seed(seed=self._seed)
         if task.OUTPUT_TYPE != "generate_until":
             return
         if settings.gen_kwargs:
@@ -121,7 +123,7 @@ class Tasks:
             generation = Generation.of(task.config.generation_kwargs or {})
         except ConfigError as error:
             raise ConfigError(f"eval.lm_eval.tasks: {name} has {error}") from error
-        room = self._config.rollout.max_model_len
+        room = self._rollout.max_model_len
         if generation.max_tokens >= room:
             raise ConfigError(
                 f"eval.lm_eval.tasks: {name} samples up to {generation.max_tokens} tokens, and "
@@ -132,15 +134,14 @@ class Tasks:
 
     def check_tokenizer(self, path: str) -> None:
         """Raise `ConfigError` if a chat template is to be applied, and the tokenizer of this model has none."""
-        settings = self._config
-        if settings.eval.lm_eval.apply_chat_template and self._tokenizer(path).chat_template is None:
+        if self._evaluation.lm_eval.apply_chat_template and self._tokenizer(path).chat_template is None:
             raise ConfigError(
                 f"eval.lm_eval.apply_chat_template=true, and the tokenizer of {path} has no chat template; set "
                 "eval.lm_eval.apply_chat_template=false, or model.chat_template=<file.jinja>"
             )
 
     def _tokenizer(self, path: str) -> Any:
-        model = self._config.model
+        model = self._model
         return load_tokenizer(path, trust_remote_code=model.trust_remote_code, template=model.chat_template)
 
     def evaluate(
@@ -155,14 +156,14 @@ class Tasks:
         os.environ.setdefault("DISABLE_MULTIPROC", "1")  # a bootstrap would fork the process of an engine
         from lm_eval.evaluator import evaluate  # type: ignore[import-not-found]
 
-        settings, tokenizer = self._config.eval.lm_eval, self._tokenizer(model_path)
+        settings, tokenizer = self._evaluation.lm_eval, self._tokenizer(model_path)
         stops = [tokenizer.eos_token_id, *generation_stops(model_path)]
         model = EngineModel(
             engine=engine,
             tokenizer=tokenizer,
             stop_token_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
-            seed=self._config.seed,
-            max_concurrent=self._config.rollout.max_num_seqs * len(engine.members),
+            seed=self._seed,
+            max_concurrent=self._rollout.max_num_seqs * len(engine.members),
             on_stage=on_stage,
             on_answer=on_answer,
         )
@@ -171,7 +172,7 @@ class Tasks:
             results = evaluate(
                 lm=model,
                 task_dict=self._loaded,
-                limit=self._config.eval.prompts,
+                limit=self._evaluation.prompts,
                 bootstrap_iters=BOOTSTRAPS,
                 system_instruction=settings.system_instruction,
                 apply_chat_template=settings.apply_chat_template,

@@ -30,6 +30,7 @@ from lockstep.trainer.engines.recovery import Recovery
 from lockstep.trainer.engines.run_engines import Engines, start_engines
 from lockstep.trainer.model.chosen import with_chosen
 from lockstep.trainer.model.critic import policy_of, with_critic
+from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.families import unproven
 from lockstep.trainer.model.layers.routing import refuse_dense
 from lockstep.trainer.model.memory_plan import MemoryPlan, memory_plan
@@ -130,7 +131,7 @@ class Assembly:
             from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 
             distributed.together(lambda: refuse_unfit_teacher(config.teacher, config.model, config.rollout))
-        chat = make_chat(config)
+        chat = make_chat(config.model, history=config.environment.history)
         demonstrations = self._demonstrations(chat)
         prompts = None
         if config.has_rollouts:
@@ -202,16 +203,20 @@ class Assembly:
         config, distributed = self._config, self._distributed
         if not (config.evaluates and config.has_rollouts):
             return {}
-        return distributed.together(lambda: heldout_data(config, say=self._console.say) if distributed.is_main else {})
+        load = partial(heldout_data, config.heldout_sets(), config.environment, config.reward, say=self._console.say)
+        return distributed.together(lambda: load() if distributed.is_main else {})
 
     def _heldout_demonstrations(self, chat: Chat) -> HeldoutDemonstrations | None:
         """Load the held-out data of a run without rollouts."""
         config = self._config
         if config.has_rollouts or not (config.evaluates and config.heldout_sets()):
             return None
+        from lockstep.trainer.sft.demonstration_rows import tokenized
         from lockstep.trainer.sft.heldout_demonstrations import HeldoutDemonstrations
 
-        return HeldoutDemonstrations(config, self._distributed, chat, say=self._console.say)
+        names = config.heldout_sets()
+        sets = tokenized(names, config.demonstrations, config.model, self._distributed, chat, say=self._console.say)
+        return HeldoutDemonstrations(names, sets, self._distributed, limit=config.eval.prompts)
 
     def _warn_of_overlap(self, prompts: Prompts, heldout: Mapping[str, DataSet]) -> None:
         if not heldout:
@@ -284,7 +289,7 @@ class Assembly:
             distributed=self._distributed,
             loop=self._loop,
             sampler=sampler,
-            sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
+            sampling=make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine),
             rewards=rewards,
             prompts=prompts,
         )
@@ -314,10 +319,12 @@ class Assembly:
         """Return an evaluation with rank 0's engine, for which the other ranks wait."""
         from lockstep.trainer.evaluate.evaluator import Evaluator
 
+        config = self._config
         loop, rewards, sampler = rollout_parts.loop, rollout_parts.rewards, rollout_parts.sampler
+        sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
         evaluator = self._distributed.together(
             lambda: (
-                Evaluator(self._config, heldout, sampler=sampler, rewards=rewards, loop=loop, chat=chat)
+                Evaluator(config.eval, heldout, sampler=sampler, sampling=sampling, rewards=rewards, loop=loop)
                 if sampler
                 else None
             )
@@ -338,8 +345,8 @@ class Assembly:
     ) -> tuple[nn.Module, ModelShape, Updater]:
         """Load and prepare the model, with its components of the loss."""
         config, distributed, console = self._config, self._distributed, self._console
-        policy = load_policy(config)
         has_critic, context = config.plan.has_critic, config.rotary_context
+        policy = load_policy(config.model, decoder_setup(config.model, context))
         module = with_critic(policy, config.model, has_critic=has_critic, engine_context=context)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         with self._libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer

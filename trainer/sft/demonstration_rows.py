@@ -84,7 +84,8 @@ class Demonstrations:
         if not data_sets:
             return None
         sets = tokenized(data_sets, config.demonstrations, config.model, distributed, chat, say=say)
-        distributed.together(lambda: refuse_long(sets or (), config))
+        limit = config.rollout.max_model_len if config.has_teacher else None
+        distributed.together(lambda: refuse_long(sets or (), config.demonstrations, limit))
         if config.demonstrations.teacher_divergence == "off" or config.teacher.source != "saved":
             return cls(config, distributed, sets)
         top_k = config.plan.teacher_top_k
@@ -196,11 +197,13 @@ def shared(batch: StepBatch, distributed: Distributed) -> StepBatch:
     return decode(distributed.broadcast_bytes(encode(batch) if distributed.is_main else b""))
 
 
-def refuse_long(sets: Sequence[Sequence[Demonstration]], config: Config) -> None:
-    """Raise `DataError` for a row that is longer than the context of the teacher that would score it."""
-    limit = config.rollout.max_model_len
+def refuse_long(sets: Sequence[Sequence[Demonstration]], settings: DemonstrationsConfig, limit: int | None) -> None:
+    """Raise `DataError` for a row that is longer than the context of the teacher that would score it.
+
+    limit: that context [tokens]; None without a teacher.
+    """
     longest = max((len(row) for demonstrations in sets for rows in demonstrations for row in rows), default=0)
-    if config.has_teacher and config.demonstrations.teacher_divergence != "off" and longest > limit:
+    if limit is not None and settings.teacher_divergence != "off" and longest > limit:
         raise DataError(
             f"the longest demonstration has {longest} tokens, the teacher scores {limit}; set rollout.max_model_len="
             f"{longest}, or demonstrations.max_tokens={limit} to leave out longer ones"

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 
-from lockstep.rollout.chat.chat import Chat
 from lockstep.trainer.batch.step_batch import StepBatch
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.demonstrations import Demonstration
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.evaluate.evaluation import Evaluation
 from lockstep.trainer.score.scorer import Scorer
-from lockstep.trainer.sft.demonstration_rows import batch_of, shared, tokenized
+from lockstep.trainer.sft.demonstration_rows import batch_of, shared
 
 
 class HeldoutDemonstrations:
     """Cross-entropy of the trained model on held-out demonstrations."""
 
-    def __init__(self, config: Config, distributed: Distributed, chat: Chat, *, say: Callable[[str], None]) -> None:
-        """Load and tokenize the held-out sets; a collective."""
-        sets = config.heldout_sets()
-        rows = tokenized(sets, config.demonstrations, config.model, distributed, chat, say=say)
+    def __init__(
+        self,
+        names: Iterable[str],
+        sets: Sequence[Sequence[Demonstration]] | None,
+        distributed: Distributed,
+        *,
+        limit: int | None,
+    ) -> None:
+        """Share the held-out sets; a collective. sets: from `tokenized`. limit: conversations of a set; None: all."""
         self._batches: dict[str, StepBatch] = {
-            name: shared(batch_of([] if rows is None else rows[number][: config.eval.prompts]), distributed)
-            for number, name in enumerate(sets)
+            name: shared(batch_of([] if sets is None else sets[number][:limit]), distributed)
+            for number, name in enumerate(names)
         }
 
     def evaluate(self, scorer: Scorer) -> Evaluation:

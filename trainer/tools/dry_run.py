@@ -100,7 +100,7 @@ def dry_run(config: Config) -> None:
         run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
         run_console.say(describe_task(config, sys.argv[1:]))
         refuse_unfit_models(config, run_console.say)
-        chat = make_chat(config)
+        chat = make_chat(config.model, history=config.environment.history)
         if config.has_rollouts:
             refuse_dense(config.model, config.correction.routing_replay)
             context = config.engine_context
@@ -112,7 +112,9 @@ def dry_run(config: Config) -> None:
         prompts = make_prompts(config, distributed, loop, chat, say=run_console.say) if config.has_rollouts else None
         heldout = {}
         if config.has_rollouts and config.evaluates:
-            heldout = distributed.together(lambda: heldout_data(config, say=run_console.say))
+            heldout = distributed.together(
+                lambda: heldout_data(config.heldout_sets(), config.environment, config.reward, say=run_console.say)
+            )
         demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)
         if not config.has_rollouts and config.evaluates:
             sets = config.heldout_sets()
@@ -258,7 +260,7 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
                 chat=chat,
                 environment=environment,
                 example=row,
-                sampling=make_sampling(config, chat, temperature=config.rollout.temperature),
+                sampling=make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine),
                 max_turns=config.max_turns,
                 rollout_id=number,
                 group_id=number,

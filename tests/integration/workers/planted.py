@@ -24,8 +24,8 @@ def main(config: Any) -> None:
     loaded: list[Policy] = []
     load, push = assembly.load_policy, Trainer.push_weights
 
-    def load_policy(config: Any) -> Policy:
-        loaded.append(load(config))
+    def load_policy(*arguments: Any) -> Policy:
+        loaded.append(load(*arguments))
         if when == "loaded":
             plant(loaded[0])
         return loaded[0]

@@ -95,7 +95,7 @@ def test_the_evaluation_data_of_an_environment_is_held_out_data(monkeypatch: pyt
     config = Config()
     config.environment.name, config.environment.settings = "verifiers", {"env_id": "word", "timeout_s": 5.0}
     config.data.heldout_path = "environment"
-    (data,) = heldout_data(config).values()
+    (data,) = heldout_data(config.heldout_sets(), config.environment, config.reward).values()
     assert [data[0]] == rows
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from lockstep.lab.diagnosis.causes import Cause, Finding, Severity
 from lockstep.lab.diagnosis.diagnosis import CaseReport, Diagnosis, conclude, print_diagnosis
 from lockstep.rollout.records import Rollout
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from tests.fixtures.made_up_model import FakeEngine, FakeTrainer, examine, two_turns
 
 
@@ -34,16 +35,15 @@ class TestConclude:
             report("third", Severity.WARNING, Cause.SHIFT),
             report("fourth", Severity.WARNING, Cause.SHIFT),
         ]
-        finding = conclude(cases, Config()).finding
+        finding = conclude(cases, ModelConfig(), CorrectionConfig(), temperature=1.0).finding
         assert finding == Finding(severity=Severity.CRITICAL, cause=Cause.SHIFT, explanation="third: because")
 
     def test_the_settings_name_what_was_diagnosed(self):
-        config = Config()
-        config.model.path, config.rollout.temperature = "my/model", 0.5
-        assert conclude([], config, Cause.SHIFT).settings == {
+        model, correction = ModelConfig(path="my/model"), CorrectionConfig()
+        assert conclude([], model, correction, temperature=0.5, variant=Cause.SHIFT).settings == {
             "model": "my/model",
-            "dtype": config.model.dtype,
-            "correction": config.correction.mode,
+            "dtype": model.dtype,
+            "correction": correction.mode,
             "temperature": 0.5,
             "broken": "shift",
         }

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
 from lockstep.lab.diagnosis.causes import Cause, Severity
-from lockstep.lab.diagnosis.diagnosis import Diagnosis
-from lockstep.lab.diagnosis.examiner import diagnose_step, retokenization_note
+from lockstep.lab.diagnosis.diagnosis import Diagnosis, conclude
+from lockstep.lab.diagnosis.examiner import report_step, retokenization_note
 from lockstep.rollout.records import Rollout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.schema import Config
 from tests.fixtures.made_up_model import (
     TEXTS,
@@ -130,12 +135,18 @@ class TestRetokenizationNote:
         assert retokenization_note([], TEXTS) == ""
 
 
-class TestDiagnoseStep:
+def diagnosis_of_step(rollouts: Sequence[Rollout], batch: StepBatch, train_N: Tensor) -> Diagnosis:
+    correction = CorrectionConfig()
+    case = report_step(rollouts, batch, train_N, TEXTS, correction)
+    return conclude([case], ModelConfig(), correction, temperature=1.0)
+
+
+class TestReportStep:
     def test_it_takes_the_logprobs_of_the_chosen_rollouts_from_the_step(self):
         batch = step_batch(ROLLOUTS)
         train_N = FakeTrainer(bias=0.25)(batch)
         train_N[: int(batch.layout.token_start[1])] -= 5.0  # the first rollout, which is not chosen
-        diagnosis = diagnose_step(ROLLOUTS[1:], batch, train_N, TEXTS, Config())
+        diagnosis = diagnosis_of_step(ROLLOUTS[1:], batch, train_N)
         (case,) = diagnosis.cases
         assert case.evidence.match.is_exact
         assert case.evidence.match.trained == sum(rollout.num_sampled for rollout in ROLLOUTS[1:])
@@ -146,4 +157,4 @@ class TestDiagnoseStep:
     def test_right_numbers_are_ok(self):
         batch = step_batch(ROLLOUTS)
         assert language(ROLLOUTS[0].calls[0].all_ids).max() < 0
-        assert diagnose_step(ROLLOUTS, batch, FakeTrainer()(batch), TEXTS, Config()).finding.severity is Severity.OK
+        assert diagnosis_of_step(ROLLOUTS, batch, FakeTrainer()(batch)).finding.severity is Severity.OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,17 @@ def config(path: Path, row: dict[str, Any], **algorithm: Any) -> Config:
     return made
 
 
+def problems(made: Config) -> Iterator[str]:
+    return demonstration_problems(made.demonstrations, made.teacher, made.demonstration_sets().values())
+
+
+def row_problems(made: Config) -> Iterator[str]:
+    return demonstration_row_problems(made.demonstration_sets().values())
+
+
 def test_a_run_on_conversations_has_no_problem(tmp_path: Path) -> None:
     made = config(tmp_path / "rows.jsonl", TALK)
-    assert [*unused_problems(made), *demonstration_row_problems(made)] == []
+    assert [*unused_problems(made), *row_problems(made)] == []
 
 
 @pytest.mark.parametrize(
@@ -59,10 +68,10 @@ def test_the_first_row_must_be_a_conversation_also_of_mixed_demonstrations(
     row: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     made = config(tmp_path / "rows.jsonl", row)
-    assert sentence in next(demonstration_row_problems(made))
+    assert sentence in next(row_problems(made))
     mixed = Config()
     mixed.demonstrations.path = made.data.path
-    assert sentence in next(demonstration_row_problems(mixed))
+    assert sentence in next(row_problems(mixed))
 
 
 def test_demonstrations_beside_rollouts_are_refused_without_rollouts(tmp_path: Path) -> None:
@@ -76,19 +85,19 @@ def test_demonstrations_beside_rollouts_are_refused_without_rollouts(tmp_path: P
 def test_saved_rollouts_are_looked_for_before_the_run_starts(tmp_path: Path) -> None:
     made = config(tmp_path / "rows.jsonl", TALK)
     made.data.path = f"rollouts:{tmp_path}/teacher"
-    (sentence,) = demonstration_row_problems(made)
+    (sentence,) = row_problems(made)
     assert "teacher has no saved rollouts" in sentence
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher" / "samples.jsonl").write_text("")
-    assert [*demonstration_row_problems(made), *demonstration_problems(made)] == []
+    assert [*row_problems(made), *problems(made)] == []
 
 
 @pytest.mark.parametrize("place", ["path", "heldout_path"])
 def test_saved_rollouts_are_no_prompts(place: str) -> None:
     made = Config()
     setattr(made.data, place, "rollouts:runs/teacher")
-    (sentence,) = demonstration_problems(made)
-    assert "set algorithm=sft, or demonstrations.path=rollouts:runs/teacher" in sentence
+    with pytest.raises(ConfigError, match=r"set algorithm=sft, or demonstrations\.path=rollouts:runs/teacher"):
+        validate(made, needs_data=False)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +115,10 @@ def test_a_divergence_on_demonstrations_needs_a_model_that_reads_them_as_they_ar
 ) -> None:
     made = Config(algorithm=AlgorithmConfig(trains_on=trains_on), teacher=TeacherConfig(**teacher))
     made.demonstrations.teacher_divergence = "forward"
-    (problem,) = demonstration_problems(made)
+    (problem,) = problems(made)
     assert sentence in problem
     made.demonstrations.teacher_divergence = "off"
-    assert not list(demonstration_problems(made))
+    assert not list(problems(made))
 
 
 SAVED_RUN = "rollouts:runs/opd"
@@ -134,10 +143,10 @@ def test_saved_scores_are_those_of_saved_rollouts(
 ) -> None:
     made = Config(teacher=TeacherConfig(source="saved", path=path))
     made.demonstrations.path, made.demonstrations.teacher_divergence = demonstrations, kind
-    (problem,) = demonstration_problems(made)
+    (problem,) = problems(made)
     assert sentence in problem
     made.demonstrations.path, made.demonstrations.teacher_divergence, made.teacher.path = SAVED_RUN, "jsd", None
-    assert [*demonstration_problems(made), *algorithm_problems(made)] == []
+    assert [*problems(made), *algorithm_problems(made)] == []
     made.algorithm.trains_on, made.data.path = "demonstrations", SAVED_RUN
     made.demonstrations.path = None
     assert list(unused_problems(made)) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.trainer.checks.correction import asynchrony_problems, correction_problems
+from lockstep.trainer.checks.correction import correction_problems, gateway_problems
 from lockstep.trainer.config.schema import Config
 
 
@@ -85,5 +85,6 @@ def test_weights_are_refused_where_the_ratio_of_the_loss_takes_their_place(loss:
 def test_agents_in_flight_hold_a_port_of_the_gateway(name: str, settings: dict, is_refused: bool) -> None:
     config = Config()
     config.environment.name, config.environment.settings = name, settings
-    config.gateway.port, config.eval.every, config.rollout.max_staleness = 8123, 5, 1
-    assert any("gateway.port=8123" in problem for problem in asynchrony_problems(config)) == is_refused
+    config.gateway.port = 8123
+    problems = gateway_problems(config.gateway, config.environment, every=5)
+    assert any("gateway.port=8123" in problem for problem in problems) == is_refused

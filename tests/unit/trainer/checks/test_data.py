@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,21 @@ from lockstep.trainer.config.schema import Config
 from tests.fixtures.composed import demo as composed
 
 
+def file_problems(config: Config, *, trains: bool) -> Iterator[str]:
+    return data_file_problems(config.data, config.eval, config.demonstrations, config.environment.name, trains=trains)
+
+
+def eval_problems(config: Config, *, trains: bool = True) -> Iterator[str]:
+    has_data = bool(config.heldout_sets())
+    return evaluation_problems(config.eval, config.reward.functions, has_data=has_data, trains=trains)
+
+
 def test_a_missing_held_out_file_can_be_left_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    missing = {problem.partition("=")[0]: problem for problem in data_file_problems(composed(), trains=True)}
+    missing = {problem.partition("=")[0]: problem for problem in file_problems(composed(), trains=True)}
     assert missing["data.heldout_path"].endswith("or data.heldout_path=null for no held-out data")
     assert "null" not in missing["data.path"]
-    (problem,) = data_file_problems(composed(), trains=False)
+    (problem,) = file_problems(composed(), trains=False)
     assert "null" not in problem, "an evaluation needs held-out data"
 
 
@@ -36,31 +46,31 @@ def test_missing_prepared_data_names_the_command_that_makes_them(
 ):
     monkeypatch.chdir(tmp_path)
     config = composed(f"data.path={path}", "data.heldout_path=null")
-    (problem,) = data_file_problems(config, trains=True)
+    (problem,) = file_problems(config, trains=True)
     assert (command or "set data.path=") in problem
     assert ("run `" in problem) == (command is not None)
 
 
 def test_rewards_of_groups_alone_need_several_samples_in_evaluations():
     alone = ["reward.functions=[majority_vote,novelty]", "data.heldout_path=a.jsonl"]
-    (problem,) = evaluation_problems(composed(*alone, "eval.every=5"))
+    (problem,) = eval_problems(composed(*alone, "eval.every=5"))
     assert "set eval.samples_per_prompt=8 eval.temperature=1.0, or 'reward.functions=[majority_vote,exact" in problem
-    assert list(evaluation_problems(composed(*alone), trains=False)) == [problem]
+    assert list(eval_problems(composed(*alone), trains=False)) == [problem]
     measured = ["reward.functions=[majority_vote,exact_match]", "reward.weights=[1,0]", "data.heldout_path=a.jsonl"]
     for accepted in (
         alone,
         [*alone, "eval.every=5", "eval.samples_per_prompt=8", "eval.temperature=1.0"],
         [*measured, "eval.every=5"],
     ):
-        assert not list(evaluation_problems(composed(*accepted))), accepted
+        assert not list(eval_problems(composed(*accepted))), accepted
 
 
 def test_every_way_to_evaluate_is_turned_off_by_one_line():
     settings = ["data.heldout_path=null", "eval.every=5", "eval.before_training=true"]
-    (problem,) = evaluation_problems(composed(*settings))
+    (problem,) = eval_problems(composed(*settings))
     assert problem.endswith("or eval.every=0 eval.before_training=false")
     assert "eval.before_training=true need held-out" in problem
-    assert not list(evaluation_problems(composed(*settings, "eval.every=0", "eval.before_training=false")))
+    assert not list(eval_problems(composed(*settings, "eval.every=0", "eval.before_training=false")))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +96,6 @@ def test_prompts_are_measured_where_some_environment_reads_them(name: str, parts
 
 def test_held_out_data_of_an_environment_that_has_none_is_refused():
     words = ["data.heldout_path=environment", "data.path=seeds:9"]
-    (problem,) = data_file_problems(composed("environment=search", *words), trains=True)
+    (problem,) = file_problems(composed("environment=search", *words), trains=True)
     assert problem.startswith("data.heldout_path=environment: environment search brings no held-out data; set ")
-    assert not list(data_file_problems(composed("environment=verifiers", *words), trains=True))
+    assert not list(file_problems(composed("environment=verifiers", *words), trains=True))

@@ -79,9 +79,10 @@ async def test_a_run_reads_rows_of_two_tasks_and_their_own_scorers_score_them(tm
         "eval.sets={legs: {path: reasoning_gym:leg_counting}}",
         "eval.every=1",
     )
-    assert [len(data) > 0 for data in training_data(config)] == [True, True]
-    rows = Prompts(training_data(config), seed=0, shuffle=True).take(8)
-    again = Prompts(training_data(config), seed=0, shuffle=True)
+    sets = training_data(config.data, config.environment, config.reward)
+    assert [len(data) > 0 for data in sets] == [True, True]
+    rows = Prompts(sets, seed=0, shuffle=True).take(8)
+    again = Prompts(sets, seed=0, shuffle=True)
     again.take(4)
     assert again.take(4) == rows[4:], "a resumed run reads on"
     rollouts = [
@@ -102,7 +103,7 @@ async def test_a_run_reads_rows_of_two_tasks_and_their_own_scorers_score_them(tm
         rewards.close()
     assert [rollout.reward for rollout in scored] == [0.0, 1.0] * 4
     assert {json.loads(row["reasoning_gym"])["task"] for row in rows} == {"leg_counting", "products"}
-    (heldout,) = heldout_data(config).values()
+    (heldout,) = heldout_data(config.heldout_sets(), config.environment, config.reward).values()
     assert not {row["question"] for row in rows} & {heldout[index]["question"] for index in range(len(heldout))}
 
 

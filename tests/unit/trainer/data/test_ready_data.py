@@ -92,7 +92,7 @@ ANSWERS: dict[str, list[tuple[dict[str, Any], float]]] = {
 @pytest.mark.parametrize("name", READY)
 async def test_rows_of_a_hub_data_set_become_prompts_that_are_scored(name: str, model: str) -> None:
     config = ready(name, model, f"reward={READY[name]}")
-    (data,) = training_data(config)
+    (data,) = training_data(config.data, config.environment, config.reward)
     environment = make_environment(config.environment.name)
     messages = list(await environment.reset(data[0]))
     chat = Chat(chat_tokenizer("qwen3"))
@@ -117,7 +117,8 @@ async def test_rows_of_a_hub_data_set_become_prompts_that_are_scored(name: str, 
 
 
 async def test_tools_of_a_row_are_shown_in_openai_form(model: str) -> None:
-    (data,) = training_data(ready("xlam", model, "reward=tool_calls"))
+    config = ready("xlam", model, "reward=tool_calls")
+    (data,) = training_data(config.data, config.environment, config.reward)
     environment = make_environment("single_turn")
     await environment.reset(data[0])
     (tool,) = environment.tools
@@ -133,7 +134,8 @@ async def test_tools_of_a_row_are_shown_in_openai_form(model: str) -> None:
 
 
 def test_preferences_give_prompts_to_ppo_and_comparisons_to_a_reward_model(model: str) -> None:
-    (data,) = training_data(ready("hh_helpful", model, "reward.functions=[repetition]"))
+    config = ready("hh_helpful", model, "reward.functions=[repetition]")
+    (data,) = training_data(config.data, config.environment, config.reward)
     assert [message["role"] for message in data[1]["prompt"]] == ["user", "assistant", "user"]
     rows = [json.loads(line) for line in (FILES / "hh_helpful.jsonl").read_text().splitlines()]
     comparisons = read_comparisons(rows, chat_tokenizer("qwen3"), Lengths())

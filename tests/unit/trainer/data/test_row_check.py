@@ -75,8 +75,9 @@ def test_a_row_that_an_episode_would_refuse_is_refused_with_its_place_when_it_is
     made = config()
     bad = {**GOOD, **row}
     setattr(made.data, place, write(tmp_path / "rows.jsonl", [GOOD, {**GOOD, "tools": [TOOL]}, bad, GOOD, bad]))
+    load: Any = training_data if place == "path" else heldout_data
     with pytest.raises(DataError) as error:
-        (training_data if place == "path" else heldout_data)(made)
+        load(made.data if place == "path" else made.heldout_sets(), made.environment, made.reward)
     said = str(error.value)
     assert "rows.jsonl: 2 of 5 rows cannot be used" in said
     assert "\n  line 3: " in said
@@ -89,7 +90,7 @@ def test_a_nested_column_that_one_row_lacks_is_refused_with_its_place(tmp_path: 
     rows = [{"prompt": "1+1", "meta": {"truth": "2"}}, {"prompt": "1+2", "meta": {}}]
     made.data.path, made.data.columns = write(tmp_path / "rows.jsonl", rows), {"answer": "meta.truth"}
     with pytest.raises(DataError, match=r"line 2: data set .* has no column meta\.truth"):
-        training_data(made)
+        training_data(made.data, made.environment, made.reward)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_reference_that_a_reward_cannot_read_is_an_error_of_its_row(
     good = {"prompt": "1+1", "answer": "2" if reward == "numeric" else "[]"}
     made.data.path = write(tmp_path / "rows.jsonl", [good, {**good, "answer": answer}])
     with pytest.raises(DataError) as error:
-        training_data(made)
+        training_data(made.data, made.environment, made.reward)
     assert "1 of 2 rows" in str(error.value)
     assert f"line 2: {sentence}" in str(error.value)
 

@@ -223,7 +223,7 @@ def run_tasks(engine: Any, directory: Path, **settings: Any) -> TaskRun:
     for name, value in settings.items():
         setattr(config.eval.lm_eval, name, value)
     byte_tokenizer().save_pretrained(directory / "model")
-    return Tasks(config).evaluate(
+    return Tasks(config.eval, config.model, config.rollout, seed=config.seed).evaluate(
         EnginePool([engine]),
         model_path=str(directory / "model"),
         on_stage=lambda name, total: None,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.conversation import request_seed
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -48,15 +48,14 @@ def steps(directory: Path, *sets: str, said: list[str] | None = None) -> list[in
     config.data.heldout_path = str(path)
     config.eval.sets = {name: DataSetConfig(path=str(path)) for name in sets}
     rewards = RewardSet([Reward(name="half", function=lambda found: 0.5)])
-    chat: Any = SimpleNamespace(stop_token_ids=())
     with BackgroundLoop() as loop:
         evaluator = Evaluator(
-            config,
-            heldout_data(config),
+            config.eval,
+            heldout_data(config.heldout_sets(), config.environment, config.reward),
             sampler=sampler,  # type: ignore[arg-type]
+            sampling=Sampling(max_tokens=8),
             rewards=rewards,
             loop=loop,
-            chat=chat,
         )
         notes.append(f"{evaluator.num_rollouts} rollouts")
         evaluator.evaluate(lambda rollout: notes.append("arrived"), notes.append)
@@ -110,7 +109,7 @@ def test_only_settings_of_what_is_evaluated_must_agree() -> None:
 def test_a_missing_package_is_named_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = with_tasks(include_path="no/such/directory", fewshot_as_multiturn=True)
-    found = "\n".join(evaluation_problems(config))
+    found = "\n".join(evaluation_problems(config.eval, config.reward.functions, has_data=False))
     assert "pip install 'lm-eval>=0.4.13,<0.5'" in found
     assert "eval.lm_eval.include_path=no/such/directory does not exist" in found
     assert "eval.lm_eval.apply_chat_template=true" in found

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 from lockstep.rewards.composition import Reward, RewardSet
 from lockstep.rewards.shaping import Shaping
+from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
@@ -29,12 +29,12 @@ def test_an_evaluation_that_shares_the_rewards_of_a_run_is_not_shaped(tmp_path: 
     rewards = RewardSet([Reward(name="half", function=lambda found: 0.5)], shaping=shaping)
     with BackgroundLoop() as loop:
         evaluator = Evaluator(
-            config,
-            heldout_data(config),
+            config.eval,
+            heldout_data(config.heldout_sets(), config.environment, config.reward),
             sampler=FakeSampler(),  # type: ignore[arg-type]
+            sampling=Sampling(max_tokens=8),
             rewards=rewards,
             loop=loop,
-            chat=SimpleNamespace(stop_token_ids=()),  # type: ignore[arg-type]
         )
         found = evaluator.evaluate().rollouts
     assert [(one.reward, one.rewards) for one in found] == [(0.5, {"half": 0.5})] * len(found)

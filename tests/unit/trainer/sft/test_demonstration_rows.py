@@ -179,14 +179,18 @@ def test_a_row_that_the_teacher_has_no_context_for_is_refused() -> None:
     made = config()
     data = [fixed_demonstrations()]
     longest = max(len(row) for (row,) in data[0])
+
+    def refuse() -> None:
+        refuse_long(data, made.demonstrations, made.rollout.max_model_len if made.has_teacher else None)
+
     made.rollout.max_model_len = longest - 1
-    refuse_long(data, made)  # without a teacher, nothing limits it
+    refuse()  # without a teacher, nothing limits it
     made.demonstrations.teacher_divergence, made.teacher.source = "jsd", "saved"
-    refuse_long(data, made)  # nor by scores that were saved
+    refuse()  # nor by scores that were saved
     made.teacher = TeacherConfig(path="t")
     with pytest.raises(
         DataError, match=f"has {longest} tokens, the teacher scores {longest - 1}; set rollout.max_model"
     ):
-        refuse_long(data, made)
+        refuse()
     made.rollout.max_model_len = longest
-    refuse_long(data, made)
+    refuse()
