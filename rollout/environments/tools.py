@@ -46,13 +46,11 @@ class ToolEnvironment:
         return self.read_row(example)
 
     async def problem(self) -> str | None:
+        if self.tools or type(self) is not ToolEnvironment:  # classes that extend it may make their tools later
+            return None
         return (
-            None
-            if self.tools
-            else (
-                f"{type(self).__name__} has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
-                "environment=single_turn"
-            )
+            "environment=tools has no tools; set 'environment.settings.files=[my_tools.py:search,lookup]', or "
+            "environment=single_turn"
         )
 
     async def step(self, message: Message) -> Step:
