@@ -88,7 +88,7 @@ reproduce: install ## Reproduce a published result and judge it; RECIPE=<name>, 
 	@$(BIN)/python -m scripts.reproduce $(RECIPE) $(ARGS)
 
 check: install ## While editing, at most 90 s: lint the changed files, run the unit tests that depend on them
-	@$(BIN)/python -m scripts.check_change $(if $(BASE),--base $(BASE)) $(if $(FILES),--files $(FILES)) $(if $(CHECK_SECONDS),--seconds $(CHECK_SECONDS))
+	@$(BIN)/python -m scripts.project.check_change $(if $(BASE),--base $(BASE)) $(if $(FILES),--files $(FILES)) $(if $(CHECK_SECONDS),--seconds $(CHECK_SECONDS))
 
 test: MARKED = not long and
 test: install ## Unit tests, and integration tests of the core, without a GPU; PYTEST_ARGS for pytest
@@ -116,7 +116,7 @@ test-cuda-wheel: ## Tests with the CUDA builds, without a GPU: 10 GB in CUDA_VEN
 lint: install ## Style, formatting, English and types, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python scripts/check_prose.py
+	$(BIN)/python scripts/project/check_prose.py
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
@@ -141,19 +141,19 @@ gpu-check: install ## Check every path that needs a GPU, on this machine; ARGS="
 	$(BIN)/python -m scripts.gpu_check $(ARGS)
 
 docs: install ## Write the generated pages of docs/ from the code, and build the site of docs/ into site/
-	$(BIN)/python -m scripts.list_settings
-	$(BIN)/python -m scripts.map_code
-	$(BIN)/python -m scripts.list_models
-	$(BIN)/python -m scripts.list_environments
-	$(BIN)/python -m scripts.list_stability
-	$(BIN)/python -m scripts.list_licenses
-	$(BIN)/python -m scripts.list_memory
+	$(BIN)/python -m scripts.project.list_settings
+	$(BIN)/python -m scripts.project.map_code
+	$(BIN)/python -m scripts.project.list_models
+	$(BIN)/python -m scripts.project.list_environments
+	$(BIN)/python -m scripts.project.list_stability
+	$(BIN)/python -m scripts.project.list_licenses
+	$(BIN)/python -m scripts.project.list_memory
 	$(BIN)/python -m scripts.recipes.page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: that hides warnings from strict mode, too
 
 lock: ## Write requirements/ from pyproject.toml (needs uv and a network); ARGS="--upgrade", "--upgrade-package NAME"
 	@command -v uv >/dev/null || { echo "make lock: uv was not found. Install it, for example: pipx install uv" >&2; exit 1; }
-	uv run --quiet --no-project --python ">=3.11,<3.14" --with packaging python -m scripts.lock $(ARGS)
+	uv run --quiet --no-project --python ">=3.11,<3.14" --with packaging python -m scripts.project.lock $(ARGS)
 
 # Not in VENV: the tools need packages of their own.
 $(AUDIT)/installed: requirements/audit.txt | install
@@ -167,7 +167,7 @@ sbom: $(AUDIT)/installed ## Write the bills of materials dist/sbom-*.json (Cyclo
 	$(AUDIT)/bin/cyclonedx-py requirements requirements/cuda.txt --pyproject pyproject.toml --output-reproducible -o dist/sbom-cuda.json
 
 audit: $(AUDIT)/installed ## Look up known vulnerabilities of the locked packages (needs a network)
-	@$(BIN)/python -m scripts.audit_packages $(AUDIT)/bin/pip-audit $(ARGS)
+	@$(BIN)/python -m scripts.project.audit_packages $(AUDIT)/bin/pip-audit $(ARGS)
 
 clean: ## Remove caches and build output; keeps .venv, models and runs
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

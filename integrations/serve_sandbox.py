@@ -1,4 +1,4 @@
-"""Service of sandboxes for trainers on other machines (`scripts/serve_sandbox.py`)."""
+"""Service of sandboxes for trainers on other machines (`lockstep serve-sandbox`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diagnosis of a model (`scripts/diagnose.py`): sample or load rollouts, examine them, report."""
+"""Diagnosis of a model (`lockstep diagnose`): sample or load rollouts, examine them, report."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> I
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
         if distributed.world_size > 1:
-            raise ConfigError("the diagnosis runs in one process; start it with `python scripts/diagnose.py`")
+            raise ConfigError("the diagnosis runs in one process; start it with `lockstep diagnose`")
         policy = load_policy(config.model, decoder_setup(config.model, config.rotary_context))
         module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
 

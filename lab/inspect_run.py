@@ -1,4 +1,4 @@
-"""Metrics and rollouts of a run in the terminal (`scripts/inspect_run.py`)."""
+"""Metrics and rollouts of a run in the terminal (`lockstep inspect-run`)."""
 
 from __future__ import annotations
 

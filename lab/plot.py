@@ -1,4 +1,4 @@
-"""Curves of runs as one picture, by matplotlib (`scripts/plot.py`)."""
+"""Curves of runs as one picture, by matplotlib (`lockstep plot`)."""
 
 from __future__ import annotations
 

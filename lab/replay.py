@@ -360,7 +360,7 @@ class _Replay:
     def sample(self, step: SavedStep) -> bool:
         config, distributed, say = self._config, self._distributed, self._console.say
         if distributed.world_size > 1:
-            raise ConfigError("--sample runs in one process; start it with `python scripts/replay.py`")
+            raise ConfigError("--sample runs in one process; start it with `lockstep replay`")
         with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as logs, BackgroundLoop() as loop:
             engines = start_engines(config, distributed, loop=loop, logs=Path(logs))
             assert engines.pool is not None

@@ -1,16 +1,16 @@
 """Examine an environment with its data and rewards before it trains anything.
 
-    python scripts/check_environment.py calculator                                        the demo
-    python scripts/check_environment.py my_env.py:Guess --data numbers.jsonl \\
+    lockstep check-environment calculator                                        the demo
+    lockstep check-environment my_env.py:Guess --data numbers.jsonl \\
         'reward.functions=[my_env.py:found]' model=calculator                             an environment of yours
-    python scripts/check_environment.py tools --data questions.jsonl model.path=... \\
+    lockstep check-environment tools --data questions.jsonl model.path=... \\
         'environment.settings.files=[my_tools.py:search]' 'reward.functions=[exact_match]'
-    python scripts/check_environment.py ... --json                                        for programs
+    lockstep check-environment ... --json                                        for programs
 
 Scripted answers and episodes of the model, on the CPU: contract of the environment, tools, deadlines, the answer in the
 prompt, the reward of empty, echoed, repeated and right answers, the columns that it reads, the same episode twice,
 tokens of the training rows, spread within groups, cost. The page is docs/environments.md. Further words are settings,
-as for scripts/train.py.
+as for lockstep train.
 Exit status 0: all checks passed; 1: a check failed; 2: the environment or a setting cannot be used.
 Experimental: each version adds checks, so that an environment which passes today may fail tomorrow.
 """
@@ -22,11 +22,9 @@ import faulthandler
 import os
 import sys
 from functools import partial
-from pathlib import Path
 
 from lockstep.lab.environments.supervisor import DUMP_SIGNAL, supervise
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+from lockstep.trainer.compose import CONFIG_DIR
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -62,7 +60,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def overrides_of(flags: argparse.Namespace) -> list[str]:
     """Return the settings that the options stand for."""
     name = flags.environment
-    has = {group: (CONFIGS / group / f"{name}.yaml").is_file() for group in ("environment", "data", "model")}
+    has = {group: (CONFIG_DIR / group / f"{name}.yaml").is_file() for group in ("environment", "data", "model")}
     words = [f"environment={name}" if has["environment"] else f"environment.name={name}"]
     if flags.data is not None:
         return [*words, f"data.path={flags.data}", "data.heldout_path=null"]

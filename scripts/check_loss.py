@@ -1,9 +1,9 @@
 """Examine a policy loss or an advantage, built-in or of a file, before it trains anything.
 
-    python scripts/check_loss.py my_loss.py:sharp                    a loss of yours
-    python scripts/check_loss.py my_loss.py:sharp sharpness=3        with settings
-    python scripts/check_loss.py my_advantage.py:median              an advantage of yours
-    python scripts/check_loss.py gspo clip_low=0.3 clip_high=0.4     a built-in one
+    lockstep check-loss my_loss.py:sharp                    a loss of yours
+    lockstep check-loss my_loss.py:sharp sharpness=3        with settings
+    lockstep check-loss my_advantage.py:median              an advantage of yours
+    lockstep check-loss gspo clip_low=0.3 clip_high=0.4     a built-in one
 
 Loss: one loss per token, that of the token alone; metrics that add up; autograd against finite differences; extreme
 log ratios.

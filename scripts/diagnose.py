@@ -1,13 +1,13 @@
 """Diagnose how well engine and trainer agree on the logprobs of a model, and name the cause if they do not.
 
-    python scripts/diagnose.py experiment=demo                        the demo model
-    python scripts/diagnose.py model.path=... data.path=...           any model, with the settings of training
-    python scripts/diagnose.py experiment=demo --html view.html       every token in one page
-    python scripts/diagnose.py --rollouts runs/latest                 rollouts that a run saved; needs no engine
-    python scripts/diagnose.py experiment=demo --break retokenise     a deliberately broken pipeline
-    python scripts/diagnose.py experiment=demo --json                 for programs; exit status 0: ok, 1: not ok
+    lockstep diagnose experiment=demo                        the demo model
+    lockstep diagnose model.path=... data.path=...           any model, with the settings of training
+    lockstep diagnose experiment=demo --html view.html       every token in one page
+    lockstep diagnose --rollouts runs/latest                 rollouts that a run saved; needs no engine
+    lockstep diagnose experiment=demo --break retokenise     a deliberately broken pipeline
+    lockstep diagnose experiment=demo --json                 for programs; exit status 0: ok, 1: not ok
 
-The numbers are explained in docs/diagnosis.md. Settings: trainer/config/schema.py, as for scripts/train.py.
+The numbers are explained in docs/diagnosis.md. Settings: trainer/config/schema.py, as for lockstep train.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Evaluate a model on held-out prompts, with confidence intervals.
 
-    python scripts/evaluate.py model.path=... data.heldout_path=my.jsonl reward=numeric eval.samples_per_prompt=8
-    python scripts/evaluate.py experiment=demo model.path=runs/first/model eval.compare_to=models/calculator
-    python scripts/evaluate.py experiment=demo model.path=... eval.output=after.json eval.compare_to=before.json
+    lockstep evaluate model.path=... data.heldout_path=my.jsonl reward=numeric eval.samples_per_prompt=8
+    lockstep evaluate experiment=demo model.path=runs/first/model eval.compare_to=models/calculator
+    lockstep evaluate experiment=demo model.path=... eval.output=after.json eval.compare_to=before.json
 
 Prints mean reward and pass@k with intervals; the last line is JSON. Settings are those of training
 (trainer/config/schema.py); docs/evaluation.md explains them.

@@ -1,7 +1,7 @@
 """Show metrics and rollouts of a run in the terminal.
 
-    python scripts/inspect_run.py runs/latest                      last metrics, best and worst rollout
-    python scripts/inspect_run.py runs/latest --step 5 --rollout 3 --tokens
+    lockstep inspect-run runs/latest                      last metrics, best and worst rollout
+    lockstep inspect-run runs/latest --step 5 --rollout 3 --tokens
 
 `--tokens` prints every token with its id and the engine's logprob; trained tokens are bold.
 """

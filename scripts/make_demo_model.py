@@ -1,8 +1,8 @@
 """Make the demo: the data of a task, and a tiny model that solves it sometimes and can be trained.
 
-    python scripts/make_demo_model.py                     # calculator, about a minute on two cores
-    python scripts/make_demo_model.py --task chain
-    python scripts/make_demo_model.py --architecture falcon_h1
+    lockstep make-demo-model                     # calculator, about a minute on two cores
+    lockstep make-demo-model --task chain
+    lockstep make-demo-model --architecture falcon_h1
 
 Writes train.jsonl and heldout.jsonl to data/demo/<task> and the model with its tokenizer to models/<task>. A second
 call finds them and ends. The recipe is in demo/.

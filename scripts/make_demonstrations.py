@@ -1,7 +1,7 @@
 """Write conversations of the demo's scripted player, to train on by algorithm=sft or beside rollouts.
 
-    python scripts/make_demonstrations.py                     # calculator
-    python scripts/make_demonstrations.py --task chain
+    lockstep make-demonstrations                     # calculator
+    lockstep make-demonstrations --task chain
 
 Writes demonstrations.jsonl and demonstrations_heldout.jsonl to data/demo/<task>. Takes seconds.
 """

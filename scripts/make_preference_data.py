@@ -1,7 +1,7 @@
 """Make a preference task: a small pretrained language model, queries, and comparisons labeled by a noisy judge.
 
-    python scripts/make_preference_data.py --task sentiment          # about 90 s of CPU time
-    python scripts/make_preference_data.py --task descriptiveness
+    lockstep make-preference-data --task sentiment          # about 90 s of CPU time
+    lockstep make-preference-data --task descriptiveness
 
 Writes models/<task>_lm and data/preferences/<task>/. The recipe is in demo/preferences/.
 """

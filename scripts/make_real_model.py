@@ -1,7 +1,7 @@
 """Fetch a real pretrained model, SmolLM2-135M-Instruct, and write the rows of a task that it can learn.
 
-    python scripts/make_real_model.py                     # the default task; 93 MB are downloaded once
-    python scripts/make_real_model.py --task calculator
+    lockstep make-real-model                     # the default task; 93 MB are downloaded once
+    lockstep make-real-model --task calculator
 
 Needs the packages of the extra `real`: pip install 'lockstep-rl[real]'. Writes train.jsonl and heldout.jsonl to
 data/real/<task> and the model with its tokenizer to models/smollm2-135m-instruct. A second call finds them and ends.

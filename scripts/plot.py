@@ -1,8 +1,8 @@
 """Draw reward and mismatch of one or more runs over their updates.
 
-    python scripts/plot.py                                   runs/latest -> runs/latest/curves.png
-    python scripts/plot.py runs/a runs/b --out compare.png
-    python scripts/plot.py runs/a --metrics objective/score objective/kl     other metrics, one panel each
+    lockstep plot                                   runs/latest -> runs/latest/curves.png
+    lockstep plot runs/a runs/b --out compare.png
+    lockstep plot runs/a --metrics objective/score objective/kl     other metrics, one panel each
 
 Writes PNG, or SVG if `--out` ends with it.
 """

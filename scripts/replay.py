@@ -1,11 +1,11 @@
 """Replay one step of an earlier run, to find out what was wrong with it.
 
-    python scripts/replay.py runs/latest --step 5             train on its saved rollouts and its demonstrations; print
+    lockstep replay runs/latest --step 5             train on its saved rollouts and its demonstrations; print
                                                               loss, gradient norm, metrics beside those of the run
-    python scripts/replay.py runs/latest/dumps/update-000012-try-1      repeat a dumped optimizer step
-    python scripts/replay.py runs/latest --step 5 --sample    sample its prompts again, without training
-    python scripts/replay.py runs/latest --step 5 algorithm.loss=gspo   with other settings
-    python scripts/replay.py runs/mine --step 5 --sample --trust-run    with the reward and environment files of the run
+    lockstep replay runs/latest/dumps/update-000012-try-1      repeat a dumped optimizer step
+    lockstep replay runs/latest --step 5 --sample    sample its prompts again, without training
+    lockstep replay runs/latest --step 5 algorithm.loss=gspo   with other settings
+    lockstep replay runs/mine --step 5 --sample --trust-run    with the reward and environment files of the run
 
 Demonstrations of a step, also with algorithm=sft, are read again from the files that the config.yaml of the run names.
 Writes nothing. Others may have written the run: code of its models is run only with model.trust_remote_code=true on

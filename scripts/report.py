@@ -1,7 +1,7 @@
 """Write an HTML page about a run: curves, mismatch, time, alarms, the worst and the best rollouts, settings.
 
-    python scripts/report.py                            runs/latest -> runs/latest/report.html
-    python scripts/report.py runs/mine --out mine.html
+    lockstep report                            runs/latest -> runs/latest/report.html
+    lockstep report runs/mine --out mine.html
 
 The page is one file without scripts or network access, to send or to read on a phone. It also works during a run.
 """

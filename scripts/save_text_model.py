@@ -1,6 +1,6 @@
 """Save the text model of a checkpoint with a vision tower as a model of its own, which Lockstep trains.
 
-    python scripts/save_text_model.py <directory or hub id> <directory to write>
+    lockstep save-text-model <directory or hub id> <directory to write>
 
 The whole checkpoint is loaded on the CPU, in its own dtype. Tokenizer and generation config are saved, too.
 """

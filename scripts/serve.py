@@ -1,8 +1,8 @@
 """Serve a model behind an OpenAI-compatible URL, with token ids and logprobs on every answer.
 
-    python scripts/serve.py model.path=runs/latest/model
-    python scripts/serve.py model.path=... gateway.port=8000 gateway.model_name=mine rollout.max_tokens_per_turn=256
-    python scripts/serve.py model.path=... rollout.engine=server rollout.urls=[http://127.0.0.1:8001]
+    lockstep serve model.path=runs/latest/model
+    lockstep serve model.path=... gateway.port=8000 gateway.model_name=mine rollout.max_tokens_per_turn=256
+    lockstep serve model.path=... rollout.engine=server rollout.urls=[http://127.0.0.1:8001]
 
 Prints the base URL and the key for any OpenAI client. docs/gateway.md lists the supported requests.
 Settings are those of training (trainer/config/schema.py), so samples come from the same distribution.

@@ -1,12 +1,12 @@
 """Start a vLLM server that training samples from and sends weights to.
 
     export LOCKSTEP_ENGINE_KEY=$(openssl rand -hex 32)
-    python scripts/serve_engine.py model.path=... server.port=8001
-    python scripts/train.py model.path=... data.path=... reward=numeric rollout.urls=[http://127.0.0.1:8001] \\
+    lockstep serve-engine model.path=... server.port=8001
+    lockstep train model.path=... data.path=... reward=numeric rollout.urls=[http://127.0.0.1:8001] \\
         rollout.engine=server
 
 Prints the command that it runs. Give it the same model and settings as the training (trainer/config/schema.py).
-docs/engines.md shows how to place servers and trainers. scripts/serve.py serves people and agents, also in front
+docs/engines.md shows how to place servers and trainers. `lockstep serve` serves people and agents, also in front
 of such a server.
 """
 

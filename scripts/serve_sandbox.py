@@ -1,8 +1,8 @@
 """Serve sandboxes over HTTP, for trainers that run programs of the model on another machine.
 
     export SANDBOX_TOKEN=$(openssl rand -hex 32)
-    python scripts/serve_sandbox.py --host 0.0.0.0 --token-env SANDBOX_TOKEN
-    python scripts/train.py model.path=... data.path=... reward=numeric environment=sandbox \\
+    lockstep serve-sandbox --host 0.0.0.0 --token-env SANDBOX_TOKEN
+    lockstep train model.path=... data.path=... reward=numeric environment=sandbox \\
         environment.settings.sandbox=remote environment.settings.url=http://sandboxes:8200 \\
         environment.settings.token_env=SANDBOX_TOKEN
 

@@ -1,11 +1,11 @@
 """Train a policy with rollouts from vLLM.
 
-    python scripts/train.py model.path=... data.path=my.jsonl reward=numeric        a task of yours, one process
-    python scripts/train.py experiment=demo                                         the demo
-    python scripts/train.py experiment=demo algorithm=dr_grpo optimizer.lr=1e-4     override any setting
-    python scripts/train.py experiment=demo dry_run=true                            check and preview the run
-    python scripts/train.py experiment=demo --cfg job                               print the resolved config
-    accelerate launch --config_file configs/accelerate/zero3.yaml scripts/train.py experiment=demo
+    lockstep train model.path=... data.path=my.jsonl reward=numeric        a task of yours, one process
+    lockstep train experiment=demo                                         the demo
+    lockstep train experiment=demo algorithm=dr_grpo optimizer.lr=1e-4     override any setting
+    lockstep train experiment=demo dry_run=true                            check and preview the run
+    lockstep train experiment=demo --cfg job                               print the resolved config
+    accelerate launch --config_file configs/accelerate/zero3.yaml -m lockstep train experiment=demo
                                                                                     DeepSpeed ZeRO-3, several ranks
 
 Settings: trainer/config/schema.py. One training step: `Trainer.step` in trainer/step.py.

@@ -1,9 +1,9 @@
 """Train a reward model on comparisons.
 
-    python scripts/make_preference_data.py --task sentiment && python scripts/train_reward_model.py
-    accelerate launch --config_file configs/accelerate/zero3.yaml scripts/train_reward_model.py
-    python scripts/train_reward_model.py model.path=... data.path=pairs.jsonl optimizer.lr=1e-5
-    python scripts/train_reward_model.py --cfg job                     print the resolved config
+    lockstep make-preference-data --task sentiment && lockstep train-reward-model
+    accelerate launch --config_file configs/accelerate/zero3.yaml -m lockstep train-reward-model
+    lockstep train-reward-model model.path=... data.path=pairs.jsonl optimizer.lr=1e-5
+    lockstep train-reward-model --cfg job                     print the resolved config
 
 Settings: lab/reward_model/config.py. The model is written to <run directory>/model; use it in a run with
 `reward.functions=[model] reward.settings.model.path=<run directory>/model`.

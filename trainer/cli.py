@@ -79,7 +79,7 @@ def launch(
         config_class: dataclass schema of the configuration.
         check: raises `ConfigError` for values that are missing or in conflict.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts/train.py ends at once while it imports this
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the command ends at once while it imports this
     wait_briefly()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank; a killed launcher cannot end it
         exit_when_orphaned(

@@ -1,6 +1,6 @@
 """Environment `mcp`: the tools of MCP servers, until the model answers without a tool call.
 
-    python scripts/train.py environment=mcp 'environment.settings.servers={files: {command: my_server}}' ...
+    lockstep train environment=mcp 'environment.settings.servers={files: {command: my_server}}' ...
 
 Covered: programs that speak MCP on standard input and output, and streamable HTTP servers, with the `mcp` package;
 tools are listed once, arguments are checked against their schema, and each call has a time limit. A server that dies,

@@ -1,6 +1,6 @@
 """Environment `sandbox`: the model runs Python and shell programs behind walls, until it answers without a call.
 
-    python scripts/train.py environment=sandbox environment.settings.timeout_s=5 ...
+    lockstep train environment=sandbox environment.settings.timeout_s=5 ...
 
 All calls of an episode share one sandbox, which is opened by the first: files stay, processes do not. A turn's calls
 run in their order. What a program does, its time, memory and output included, is a result that the model reads. A

@@ -1,7 +1,7 @@
 """Environment `verifiers`: environments of the `verifiers` package, run as agents with an OpenAI client.
 
     pip install "verifiers<0.3" and the environment's own package
-    python scripts/train.py environment=verifiers environment.settings.env_id=gsm8k \
+    lockstep train environment=verifiers environment.settings.env_id=gsm8k \
         data.path=gsm8k.jsonl reward.functions=[environment_reward]
 
 Tasks of verifiers 0.4 are played by a host (`verifiers_tasks.py`), if `python` names an interpreter, or if that version

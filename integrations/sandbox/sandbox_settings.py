@@ -79,7 +79,7 @@ class SandboxSettings:
             )
         if self.sandbox == "remote" and not (self.url or "").startswith(("http://", "https://")):
             raise ConfigError(
-                f"{SHOWN}.url={self.url} is not the address of a sandbox service (scripts/serve_sandbox.py); set "
+                f"{SHOWN}.url={self.url} is not the address of a sandbox service (lockstep serve-sandbox); set "
                 f"{SHOWN}.url=http://127.0.0.1:8200"
             )
         self._token()

@@ -1,4 +1,4 @@
-"""Examination of an environment with its data, tools and rewards (`scripts/check_environment.py`).
+"""Examination of an environment with its data, tools and rewards (`lockstep check-environment`).
 
 Scripted episodes come first: they need no model and find most faults in seconds. Then a real engine plays episodes,
 which are played again from its recording.

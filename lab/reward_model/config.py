@@ -1,4 +1,4 @@
-"""Settings of `scripts/train_reward_model.py`. Values are in configs/train_reward_model.yaml."""
+"""Settings of `lockstep train-reward-model`. Values are in configs/train_reward_model.yaml."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
         if path is not None and (problem := path_problem(path)):
             yield (
                 f"{name}={path} {problem}; set {name}=<file or hub id>, or make the synthetic task with `python "
-                "scripts/make_preference_data.py`"
+                "lockstep make-preference-data`"
             )
     model = config.model.path
     if model.startswith(("/", ".", "~", "models/")) and not (Path(model).expanduser() / "config.json").is_file():

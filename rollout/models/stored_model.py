@@ -319,7 +319,7 @@ def _hint(role: Role, missing: Collection[str], unexpected: Collection[str], con
     if role is REWARD_MODEL and missing and all(name.startswith(SCORE) for name in missing):
         return (
             f"It is a language model ({', '.join(config.architectures or ())}) without the head of a reward model: "
-            "train one with `python scripts/train_reward_model.py`, or "
+            "train one with `lockstep train-reward-model`, or "
         )
     prefixes = {name[: -len(own)] for own in missing for name in unexpected if name.endswith(f".{own}")}
     if len(prefixes) == 1:

@@ -142,11 +142,11 @@ def _hint(status: int, path: str) -> str:
     if 300 <= status < 400:
         return "; redirects are not followed: name the address of the server itself in rollout.urls or teacher.urls"
     if status in (403, 404) and path.startswith("/inference"):  # vLLM's answers without the flag
-        return "; start the server with --enable-scale-out (python scripts/serve_engine.py does)"
+        return "; start the server with --enable-scale-out (lockstep serve-engine does)"
     if status in (401, 403):
         return "; put the server's key into the variable that rollout.api_key_env or teacher.api_key_env names"
     if status == 404:
-        return "; start the server with VLLM_SERVER_DEV_MODE=1 (python scripts/serve_engine.py does)"
+        return "; start the server with VLLM_SERVER_DEV_MODE=1 (lockstep serve-engine does)"
     return ""
 
 

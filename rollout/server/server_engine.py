@@ -276,7 +276,7 @@ class ServerEngine:
 
 def read_facts(url: str, described: Any) -> ServerFacts:
     """Read an answer of `/server_info`. Raises `ConfigError` for a server with unusable settings."""
-    message = f"{url}/server_info does not describe a vLLM 0.32 server; start it with `python scripts/serve_engine.py`"
+    message = f"{url}/server_info does not describe a vLLM 0.32 server; start it with `lockstep serve-engine`"
     with _malformed_raises(ConfigError, message):
         config = described["vllm_config"]
         model, parallel = config["model_config"], config["parallel_config"]

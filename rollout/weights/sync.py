@@ -304,7 +304,7 @@ class WeightSync:
         raise SyncError(
             f"after the sync to version {version} the log π of the canary differ from the trainer's: {differences}: "
             f"the engine does not compute what the trainer computes ({wrong[0]}: {where}); run `python "
-            "scripts/diagnose.py model.path=<model> data.path=<data>`"
+            "lockstep diagnose model.path=<model> data.path=<data>`"
         )
 
     def _connect(self) -> None:
@@ -346,7 +346,7 @@ class WeightSync:
                 raise SyncError(
                     f"NCCL does not connect the trainer with {' and '.join(self._engines.hosts)} ({error}), for "
                     "example because two of them use one GPU. Start servers on GPUs of their own "
-                    "(CUDA_VISIBLE_DEVICES=... before scripts/serve_engine.py), or sample with rollout=colocated"
+                    "(CUDA_VISIBLE_DEVICES=... before lockstep serve-engine), or sample with rollout=colocated"
                 ) from error
             raise
 

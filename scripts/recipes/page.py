@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from lockstep.trainer.model.memory_plan import GIB
-from scripts.generated import ROOT, filled, main
+from scripts.project.generated import ROOT, filled, main
 from scripts.recipes import plan as planning
 from scripts.recipes.declared import RECIPES, Recipe
 from scripts.recipes.plan import Plan, make_plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scripts.list_models import results
+from scripts.project.list_models import results
 from scripts.published.models import published_models
 from scripts.published.prove import MODES, prove
 from tests.fixtures.forked_python import forked_python

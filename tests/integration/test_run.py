@@ -188,7 +188,7 @@ def test_wandb_offline_has_the_metrics(first_run: tuple[Path, str]) -> None:
 
 def test_the_last_lines_say_how_to_continue(first_run: tuple[Path, str]) -> None:
     output = first_run[1]
-    for word in ("run directory", "resume", "scripts/evaluate.py", "scripts/inspect_run.py", "evaluation at update 12"):
+    for word in ("run directory", "resume", "lockstep evaluate", "lockstep inspect-run", "evaluation at update 12"):
         assert word in output
 
 

@@ -53,7 +53,7 @@ def test_sigterm_to_two_ranks_finishes_the_update_and_saves(demo: tuple[str, ...
     said = log.read_text()
     assert "exited at once" not in said
     assert "everything is saved" in said, said[-6000:]
-    assert "--num_processes 2 scripts/train.py" in " ".join(said.split())
+    assert "--num_processes 2 -m lockstep train" in " ".join(said.split())
     last = metrics(run)[-1]["step"]
     assert last < 500
     found, skipped = checkpoint.complete(run / "checkpoints")

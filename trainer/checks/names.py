@@ -242,12 +242,12 @@ def reward_model_problems(reward: RewardConfig) -> Iterator[str]:
     if path is None:
         yield (
             "reward.functions=[model] needs a model; set reward.settings.model.path=<directory or hub id>, for example "
-            "runs/<name>/model of scripts/train_reward_model.py"
+            "runs/<name>/model of lockstep train-reward-model"
         )
     elif lacks_model(str(path)):
         yield (
             f"reward.settings.model.path={path} has no config.json; train a reward model there with `python "
-            "scripts/train_reward_model.py run_name=<name>`, or set reward.settings.model.path=<directory or hub id>"
+            "lockstep train-reward-model run_name=<name>`, or set reward.settings.model.path=<directory or hub id>"
         )
 
 

@@ -126,9 +126,9 @@ WORKERS = When(
     because=("reward.functions", "reward.isolation"),
 )
 PROFILE = When(instead="profile=true", holds=lambda c: c.profile)
-EVALUATE_SCRIPT = When(instead="it for scripts/evaluate.py", holds=lambda c: False)
+EVALUATE_SCRIPT = When(instead="it for lockstep evaluate", holds=lambda c: False)
 SERVED_ADAPTERS = When(
-    instead="it for scripts/evaluate.py or scripts/serve.py, or model.lora.path to train an adapter further",
+    instead="it for lockstep evaluate or lockstep serve, or model.lora.path to train an adapter further",
     holds=lambda c: False,
 )
 RESUMED = When(instead="resume=auto", holds=lambda c: c.resume != "never")

@@ -73,7 +73,7 @@ def rollout_files(path: str) -> list[Path]:
         return files
     raise DataError(
         f"{path} has no saved rollouts (looked for .jsonl files in {folder.absolute()}); expected the directory of a "
-        "run with logger.save_rollouts=true, or the .jsonl file that scripts/evaluate.py eval.output=<name>.json writes"
+        "run with logger.save_rollouts=true, or the .jsonl file that lockstep evaluate eval.output=<name>.json writes"
     )
 
 

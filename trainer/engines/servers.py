@@ -72,15 +72,14 @@ def check_adapters(engine: ServerEngine, settings: ModelConfig) -> None:
     if others and not engine.takes_adapters:
         summary = ", ".join(f"{name}: {path}" for name, path in others.items())
         raise ConfigError(
-            f"{engine.name} takes no adapters; restart it with `python scripts/serve_engine.py "
-            f"'model.adapters={{{summary}}}'`"
+            f"{engine.name} takes no adapters; restart it with `lockstep serve-engine 'model.adapters={{{summary}}}'`"
         )
     if others:
         return  # only evaluation and gateways have them, which send nothing; the server knows the names
     if not engine.takes_adapters:
         if lora.rank and lora.send == "adapter":
             raise ConfigError(
-                f"{engine.name} takes no adapters; restart it with `python scripts/serve_engine.py "
+                f"{engine.name} takes no adapters; restart it with `lockstep serve-engine "
                 f"model.lora.rank={lora.rank}`, or set model.lora.send=merged"
             )
     elif not lora.rank or lora.send == "merged":
@@ -107,7 +106,7 @@ def check_quantization(engine: ServerEngine, method: str | None, *, stored: str 
     raise ConfigError(
         f"{engine.name} computes with quantization={typed(engine.quantization)}, and this run has "
         f"{f'quantized weights ({stored})' if stored else f'rollout.quantization={typed(method)}'}; restart it with "
-        f"`python scripts/serve_engine.py`{others}"
+        f"`lockstep serve-engine`{others}"
     )
 
 

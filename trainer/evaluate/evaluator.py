@@ -1,6 +1,6 @@
 """Evaluation on held-out rows, with its own sampling settings.
 
-Runs between updates of a training run, or standalone (`scripts/evaluate.py`). A row of a data set gets the same seeds
+Runs between updates of a training run, or standalone (`lockstep evaluate`). A row of a data set gets the same seeds
 in every evaluation with the same `seed`, so that sampling noise is common to compared models. Data sets of different
 names have different seeds, so that they are independent samples.
 """

@@ -306,7 +306,7 @@ def read_as(kind: type[T], path: Path) -> T:
 
 def _other_file(path: Path, problem: str) -> DataError:
     return DataError(
-        f"{path} is not the result of an evaluation ({problem}); write one with scripts/evaluate.py "
+        f"{path} is not the result of an evaluation ({problem}); write one with lockstep evaluate "
         "eval.output=<file.json>"
     )
 

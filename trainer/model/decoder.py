@@ -203,7 +203,7 @@ def refuse_architecture(config: PreTrainedConfig) -> None:
         )
     if "vision_config" in config.to_dict() and not _leaves_tower_out(config.model_type):
         is_known = text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.model_type in OF_TEXT
-        remedy = "python scripts/save_text_model.py <checkpoint> <directory>, and set model.path to the directory"
+        remedy = "lockstep save-text-model <checkpoint> <directory>, and set model.path to the directory"
         raise ConfigError(
             f"model type {config.model_type} has a vision tower, without which transformers does not load it here; "
             + (f"save its text model: {remedy}" if is_known else "set model.path to a text model")

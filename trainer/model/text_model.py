@@ -1,4 +1,4 @@
-"""The text model of a checkpoint with a vision tower (`scripts/save_text_model.py`)."""
+"""The text model of a checkpoint with a vision tower (`lockstep save-text-model`)."""
 
 from __future__ import annotations
 

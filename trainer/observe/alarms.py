@@ -79,17 +79,17 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             messages.append(f"{name} is {value}: its logprobs are not finite.")
     kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in names)
     floor = _k3_floor(metrics)
-    floor_name, of_floor = "the trainer's own noise", "the difference is more than rounding. Run scripts/diagnose.py."
+    floor_name, of_floor = "the trainer's own noise", "the difference is more than rounding. Run lockstep diagnose."
     if QUANTIZATION_K3 in metrics:
         floor_name = "the cost of quantization in the first update"
         of_floor = (
-            "it can grow as the policy moves. If sync/canary_abs_diff grew too, run scripts/diagnose.py; else set "
+            "it can grow as the policy moves. If sync/canary_abs_diff grew too, run lockstep diagnose; else set "
             "correction.alarm_k3=100."
         )
     lag = metrics.get(PREFIX + "version_lag_max", 0.0)
     # Comparisons with NaN are false, so absent or already reported metrics raise nothing below.
     if abs(kl) > thresholds.kl:
-        cause = "sampler and trainer disagree about the sampled tokens. Run scripts/diagnose.py."
+        cause = "sampler and trainer disagree about the sampled tokens. Run lockstep diagnose."
         if lag > 0:
             cause = f"the policy moves far in the {lag:.0f} updates between sampling and training. "
             cause += "Lower rollout.max_staleness or optimizer.lr."
@@ -108,26 +108,26 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
     if match_rate < thresholds.token_match_rate:
         messages.append(
             f"rollout/token_match_rate is {match_rate:.6g}, below {thresholds.token_match_rate:g}: tokens are trained "
-            "that the engine did not sample. Run scripts/diagnose.py."
+            "that the engine did not sample. Run lockstep diagnose."
         )
     is_taught = "teacher/kl" in metrics  # a signal without rewards
     if metrics.get("reward/zero_std_fraction") == 1.0 and metrics.get("reward/std") != 0.0 and not is_taught:
         messages.append(
             "reward/zero_std_fraction is 1: the rollouts of each prompt have equal rewards, so none is better than "
             f"another. With policy/entropy {metrics.get('policy/entropy', math.nan):.3g} the policy may repeat itself: "
-            "read some rollouts with scripts/inspect_run.py, and lower optimizer.lr or set algorithm=adaptive_entropy."
+            "read some rollouts with lockstep inspect-run, and lower optimizer.lr or set algorithm=adaptive_entropy."
         )
     if metrics.get("reward/std") == 0.0 and not _is_solved(metrics, thresholds):
         messages.append(
             f"reward/std is 0: every rollout of this step has the reward {metrics.get('reward/mean', math.nan):g}, so "
             "none is better than another: the task is too hard for the model, or the reward does not recognize right "
-            "answers. Read some with scripts/inspect_run.py."
+            "answers. Read some with lockstep inspect-run."
         )
     share = metrics.get(f"{DROPPED}fraction", math.nan)
     if share > thresholds.dropped:
         messages.append(
             f"{DROPPED}fraction is {share:.3g}, above {thresholds.dropped:g}: rollouts of this step fail "
-            f"({dropped(metrics)}) and are not trained. Read why with scripts/inspect_run.py."
+            f"({dropped(metrics)}) and are not trained. Read why with lockstep inspect-run."
         )
     return messages
 
@@ -147,7 +147,7 @@ def disagreement(metrics: Mapping[str, float], thresholds: AlarmThresholds, *, d
             return (
                 f"{name} between engine and trainer is {value:.3g} nats per token with the weights that sampled, above "
                 f"{limit:.3g}: the engine computes another model, and training on would collapse the policy. Run "
-                "scripts/diagnose.py on this run; correction.on_disagreement=warn trains on"
+                "lockstep diagnose on this run; correction.on_disagreement=warn trains on"
             )
     return None
 

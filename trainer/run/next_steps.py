@@ -11,10 +11,8 @@ from typing import Any
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings
-from lockstep.trainer.observe.trackers.view import program, short_path
+from lockstep.trainer.observe.trackers.view import lockstep, short_path
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-"""Directory of scripts/ and configs/."""
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
 """Settings on which an evaluation depends."""
 TRAINING_ONLY = (
@@ -39,8 +37,8 @@ def next_steps(
 
     Paths are those of the directory where the user stands, so that a command can be pasted there.
 
-    words: command line of the run without the script, of which secrets are redacted. update: the last one. launcher:
-    command in front of scripts/train.py. adapter: what was trained, if its weights stay apart from those of
+    words: command line of the run without the command, of which secrets are redacted. update: the last one. launcher:
+    command in front of `train`. adapter: what was trained, if its weights stay apart from those of
     `model.path`; None: `model`. trackers: text for each tracker.
     """
     shown_run, shown_model = short_path(run), short_path(model)
@@ -53,15 +51,15 @@ def next_steps(
     if adapter is not None:
         base = [word for word in own if word.startswith("model.path=")]
         model_words = [*base, *by_turn, f"model.adapters={{trained: {short_path(adapter)}}}"]
-    evaluate = f"{program('python')} {script('evaluate')} {shlex.join([*model_words, *evaluation_words])}"
-    inspect = f"{program('python')} {script('inspect_run')} {shlex.quote(shown_run)}"
+    evaluate = f"{lockstep()} evaluate {shlex.join([*model_words, *evaluation_words])}"
+    inspect = f"{lockstep()} inspect-run {shlex.quote(shown_run)}"
     lines = {
         **({"model": shown_model} if adapter is None else {"adapter": short_path(adapter)}),
         **({"critic": short_path(critic)} if critic else {}),
         "resume": resume_command(words, run=run, updates=goal, launcher=launcher),
         **({"evaluate": evaluate} if config.has_rollouts and config.heldout_sets() else {}),
         **({"inspect": inspect} if config.has_rollouts else {}),
-        "report": f"{program('python')} {script('report')} {shlex.quote(shown_run)}",
+        "report": f"{lockstep()} report {shlex.quote(shown_run)}",
         **trackers,
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
@@ -72,15 +70,10 @@ def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: s
     # Its config.yaml holds all other settings, without secrets.
     again = [word for word in redact_words(words) if word.lstrip("+").startswith("run_root=") or REDACTED in word]
     again += [f"run_name={run.name}", "resume=auto", f"updates={updates}"]
-    return f"{launcher} {script('train')} {shlex.join(again)}"
+    return f"{launcher} train {shlex.join(again)}"
 
 
 def changed_words(values: Mapping[str, Any]) -> list[str]:
     """Return a word for each setting that is not the default. values: nested dicts from `plain`."""
     changed_settings = [one for one in settings(values) if one.is_changed]
     return [f"{'.'.join(one.path)}={override_value(one.value)}" for one in changed_settings]
-
-
-def script(name: str) -> str:
-    """Return the path of a script of this checkout, quoted for a shell."""
-    return shlex.quote(short_path(CHECKOUT / "scripts" / f"{name}.py"))

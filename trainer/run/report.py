@@ -23,9 +23,8 @@ from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.first_step import first_demonstrations, first_step_summary
 from lockstep.trainer.observe.metrics_log import MetricsLog
 from lockstep.trainer.observe.step_metrics import StepReport
-from lockstep.trainer.observe.trackers.view import program, short_path
+from lockstep.trainer.observe.trackers.view import lockstep, short_path
 from lockstep.trainer.run.assembly import Parts
-from lockstep.trainer.run.next_steps import script
 from lockstep.trainer.update.batch_dumps import Attempt, write_dump
 from lockstep.trainer.update.schedule import is_due
 
@@ -173,6 +172,4 @@ class Reporter:
         self._console.warn(f"update {attempt.update} {outcome}: {attempt.reason}")
         with self.log.tolerating("dumping a batch"):
             path = write_dump(self._directory.dumps, attempt, batch, targets, given)
-            self._console.warn(
-                f"its batch is in {path}; {program('python')} {script('replay')} {shlex.quote(short_path(path))}"
-            )
+            self._console.warn(f"its batch is in {path}; {lockstep()} replay {shlex.quote(short_path(path))}")

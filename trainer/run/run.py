@@ -1,4 +1,4 @@
-"""A whole run: assemble the parts, train, save. `scripts/train.py` calls `run` on every rank."""
+"""A whole run: assemble the parts, train, save. `lockstep train` calls `run` on every rank."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.resume import Resumed, restore
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.data.prompts import Position
 from lockstep.trainer.distributed.distributed import Distributed
@@ -20,10 +21,10 @@ from lockstep.trainer.model.critic import ActorCritic, policy_of, save_critic
 from lockstep.trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.metrics_log import MetricsLog
-from lockstep.trainer.observe.trackers.view import program, short_path
+from lockstep.trainer.observe.trackers.view import lockstep, program, short_path
 from lockstep.trainer.observe.trackers.wandb_run import Lineage
 from lockstep.trainer.run.assembly import Parts
-from lockstep.trainer.run.next_steps import CHECKOUT, next_steps
+from lockstep.trainer.run.next_steps import next_steps
 from lockstep.trainer.run.provenance import provenance
 from lockstep.trainer.update.entropy_control import EntropyControl
 
@@ -170,10 +171,10 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
 
 
 def launcher_of(distributed: Distributed) -> str:
-    """Return the command in front of scripts/train.py."""
+    """Return the command in front of `train`."""
     if distributed.world_size == 1 and not distributed.zero_stage:
-        return program("python")
+        return lockstep()
     file = f"zero{distributed.zero_stage}" if distributed.zero_stage else "ddp"
     processes = f"--num_processes {distributed.world_size}"
-    config_file = shlex.quote(short_path(CHECKOUT / "configs" / "accelerate" / f"{file}.yaml"))
-    return f"{program('accelerate')} launch --config_file {config_file} {processes}"
+    config_file = shlex.quote(short_path(CONFIG_DIR / "accelerate" / f"{file}.yaml"))
+    return f"{program('accelerate')} launch --config_file {config_file} {processes} -m lockstep"

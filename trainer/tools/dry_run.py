@@ -1,4 +1,4 @@
-"""Dry run (`scripts/train.py dry_run=true`): show what a run would do, without an engine and without weights.
+"""Dry run (`lockstep train dry_run=true`): show what a run would do, without an engine and without weights.
 
 Covered: all checks of the settings, the model's architecture and tokenizer, the data files, counts and memory of the
 run, the first rows through environment, chat template and reward functions, and all demonstrations as rows.
@@ -58,7 +58,7 @@ from lockstep.trainer.model.memory_plan import GIB, memory_plan
 from lockstep.trainer.model.shape import planned_shape
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.token_texts import TokenTexts
-from lockstep.trainer.observe.trackers.view import program
+from lockstep.trainer.observe.trackers.view import lockstep, program
 from lockstep.trainer.observe.transcript import conversation
 from lockstep.trainer.run.assembly import choose, show_memory_plan, show_scale
 from lockstep.trainer.run.library_logs import quiet_third_parties
@@ -162,7 +162,7 @@ def dry_run(config: Config) -> None:
             console.print(Rule("[bold]the first demonstrations[/bold]", style="dim", align="left"))
             _print_rows(console, batch.rows[:SHOWN_ROWS], texts)
     overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
-    launcher = program("python") if distributed.world_size == 1 else f"{program('accelerate')} launch ..."
+    launcher = lockstep() if distributed.world_size == 1 else f"{program('accelerate')} launch ... -m lockstep"
     console.print(Rule(style="dim"))
     for warning in (*unrewarded_answers(rollouts), *unknown_names(config.teacher.context or "", rollouts)):
         run_console.warn(warning)
@@ -170,7 +170,7 @@ def dry_run(config: Config) -> None:
     if problems := [*problems, *untrainable(config.reward.functions, rollouts)]:
         raise ConfigError("\n".join(problems))
     console.print("All checks passed. To start the run, leave dry_run out:", style="bold")
-    console.print(f"{launcher} {shlex.quote(sys.argv[0])} {overrides}", markup=False, soft_wrap=True)
+    console.print(f"{launcher} train {overrides}", markup=False, soft_wrap=True)
 
 
 def run_counts(config: Config, *, ranks: int, data_rows: int) -> dict[str, str]:

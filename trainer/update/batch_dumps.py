@@ -5,7 +5,7 @@
                               attempt.json          rollouts, learning rate, sums, gradient norm, reason
                               given-NAME.safetensors  rows of another component of the loss
 
-Reading a dump runs no code. `scripts/replay.py` repeats the step with the weights of the checkpoint before it.
+Reading a dump runs no code. `lockstep replay` repeats the step with the weights of the checkpoint before it.
 """
 
 from __future__ import annotations

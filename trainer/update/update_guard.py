@@ -65,7 +65,7 @@ class UpdateGuard:
             raise TrainingError(
                 f"update {update} was skipped {self.in_a_row} times in a row, the last time because {last.reason}. "
                 "The weights are those of the last good update; look at the batches in dumps/ of the run directory "
-                "(scripts/replay.py), then set resume=auto with a lower optimizer.lr, or raise "
+                "(lockstep replay), then set resume=auto with a lower optimizer.lr, or raise "
                 "optimizer.max_skipped_updates"
             )
 

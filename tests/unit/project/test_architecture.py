@@ -1,6 +1,6 @@
 """The layers of the library: imports point down, never in a circle, and folders stay small.
 
-`scripts/imports.py` says which imports are seen.
+`scripts/project/imports.py` says which imports are seen.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.imports import Imports, imported_names, read_imports, read_sources
-from scripts.map_code import LIBRARY, ROOMS
+from scripts.project.imports import Imports, imported_names, read_imports, read_sources
+from scripts.project.map_code import LIBRARY, ROOMS
 from tests.fixtures.paths import ROOT
 
 OTHERS = ("lockstep.demo", "scripts", "benchmarks", "examples", "tests", *LIBRARY)
@@ -93,7 +93,7 @@ def imports() -> Imports:
 
 
 def test_every_room_has_its_place_in_the_order(imports: Imports) -> None:
-    assert unknown_rooms(imports, ROOMS) == set(), "ROOMS in scripts/map_code.py lists the rooms of the library"
+    assert unknown_rooms(imports, ROOMS) == set(), "ROOMS in scripts/project/map_code.py lists the rooms of the library"
 
 
 def test_no_room_imports_a_higher_one(imports: Imports) -> None:

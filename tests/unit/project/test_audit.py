@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.audit_packages import FOLDER, LOCKS, main
+from scripts.project.audit_packages import FOLDER, LOCKS, main
 
 SAFE = {"name": "aiohttp", "version": "3.14.5", "vulns": []}
 BAD = {"name": "jinja2", "version": "3.1.6", "vulns": [{"id": "CVE-1", "fix_versions": ["3.1.7"]}]}

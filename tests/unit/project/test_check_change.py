@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import check_change
-from scripts.check_change import FOLDERS, FOR_ALL, changed_files, choose, describe
-from scripts.imports import read_sources
+from scripts.project import check_change
+from scripts.project.check_change import FOLDERS, FOR_ALL, changed_files, choose, describe
+from scripts.project.imports import read_sources
 from tests.fixtures.paths import ROOT
 
 UNIT = "tests/unit/trainer"
@@ -164,10 +164,11 @@ def test_a_base_that_is_not_a_commit_is_refused(repository: Path) -> None:
 def test_only_the_packages_are_typed_and_only_files_that_are_there_are_read() -> None:
     choice = choose(["trainer/step.py"], SOURCES, 9)
     lines = [
-        " ".join(words) for words in check_change.commands(["trainer/step.py", "scripts/lock.py", "gone.py"], choice, 0)
+        " ".join(words)
+        for words in check_change.commands(["trainer/step.py", "scripts/project/lock.py", "gone.py"], choice, 0)
     ]
     assert next(line for line in lines if "pyright" in line).endswith(" trainer/step.py")
-    assert next(line for line in lines if "check_prose" in line).endswith(" trainer/step.py scripts/lock.py")
+    assert next(line for line in lines if "check_prose" in line).endswith(" trainer/step.py scripts/project/lock.py")
     assert not any("pytest" in line or "hadolint" in line for line in lines)
 
 
@@ -175,7 +176,18 @@ def test_only_the_packages_are_typed_and_only_files_that_are_there_are_read() ->
 @pytest.mark.parametrize(("left_s", "outcome"), [(-1, "2 skipped"), (600, "2 passed")])
 def test_tests_that_no_time_is_left_for_are_skipped_and_counted(tmp_path: Path, left_s: float, outcome: str) -> None:
     (tmp_path / "test_two.py").write_text("def test_a(): ...\n\ndef test_b(): ...")
-    command = [sys.executable, "-m", "pytest", "-ra", "-n", "2", "-p", "no:cacheprovider", "-p", "scripts.deadline"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-ra",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "scripts.project.deadline",
+    ]
     finished = subprocess.run(
         [*command, "--deadline", str(time.monotonic() + left_s), "test_two.py"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,

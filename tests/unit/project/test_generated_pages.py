@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import (
+from scripts.project import (
     generated,
     list_environments,
     list_licenses,

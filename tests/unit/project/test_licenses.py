@@ -8,8 +8,8 @@ import importlib.metadata
 import pytest
 from packaging.utils import canonicalize_name
 
-from scripts.list_licenses import NOTES, is_permissive, licenses, note
-from scripts.lock import FOLDER, LOCKS, license_of, locked, versions
+from scripts.project.list_licenses import NOTES, is_permissive, licenses, note
+from scripts.project.lock import FOLDER, LOCKS, license_of, locked, versions
 
 LOCKED = versions(package for name in LOCKS for package in locked(FOLDER / name))
 

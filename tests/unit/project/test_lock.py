@@ -14,8 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts import lock
-from scripts.lock import FOLDER, LOCKS, NOT_FOR_CPU, TORCH_CPU_REQUIRES, locked, missing, project, versions
+from scripts.project import lock
+from scripts.project.lock import FOLDER, LOCKS, NOT_FOR_CPU, TORCH_CPU_REQUIRES, locked, missing, project, versions
 
 FILES = [*LOCKS, "torch-cpu.txt"]
 ACCELERATOR = "cpu" if importlib.metadata.version("torch").endswith("+cpu") else "cuda"

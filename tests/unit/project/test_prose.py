@@ -1,4 +1,4 @@
-"""`scripts/check_prose.py` finds what the rules of the house refuse, and nothing else."""
+"""`scripts/project/check_prose.py` finds what the rules of the house refuse, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import check_prose
+from scripts.project import check_prose
 from tests.fixtures.paths import ROOT
 
 
@@ -57,11 +57,11 @@ def test_pending_and_excepted_files_exist() -> None:
 
 
 def test_a_finding_names_its_place_and_fails_the_command(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "check_prose.py").write_text((ROOT / "scripts" / "check_prose.py").read_text())
+    (tmp_path / "scripts" / "project").mkdir(parents=True)
+    (tmp_path / "scripts/project/check_prose.py").write_text((ROOT / "scripts/project/check_prose.py").read_text())
     (tmp_path / "page.md").write_text("fine\nnobody\n")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    command = [sys.executable, "scripts/check_prose.py"]
+    command = [sys.executable, "scripts/project/check_prose.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert 'page.md:2: "nobody"; write instead: "no one"' in done.stdout

@@ -129,7 +129,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["reward.functions=[nowhere.py:score]"], ["no file nowhere.py"]),
         (["reward.functions=[scripts/train.py:absent]"], ["scripts/train.py has no function 'absent'; it has "]),
         (["reward.functions=[model]"], ["set reward.settings.model.path=<directory or hub id>"]),
-        (["reward.functions=[model]", "reward.settings.model.path=runs/a/model"], ["scripts/train_reward_model.py"]),
+        (["reward.functions=[model]", "reward.settings.model.path=runs/a/model"], ["lockstep train-reward-model"]),
         (["reward.functions=[numeric,numeric]"], ["named numeric", "set reward.functions=[numeric]"]),
         (["reward.functions=[a.py:score,b.py:score]"], ["named score", "give one of the two another name"]),
         (["reward.weights=[nan]"], ["nan, which is not a finite number; set reward.weights=null"]),

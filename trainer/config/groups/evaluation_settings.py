@@ -55,10 +55,10 @@ class EvalConfig:
     by: str = setting("environment", "column whose values break the results down, in data that has it")
     compare_to: str | None = setting(
         None,
-        "scripts/evaluate.py: model, or JSON file of its evaluation, to compare with on the same seeds",
+        "lockstep evaluate: model, or JSON file of its evaluation, to compare with on the same seeds",
         when=EVALUATE_SCRIPT,
     )
     output: str | None = setting(
-        None, "scripts/evaluate.py: JSON file for results, with rollouts beside it as .jsonl", when=EVALUATE_SCRIPT
+        None, "lockstep evaluate: JSON file for results, with rollouts beside it as .jsonl", when=EVALUATE_SCRIPT
     )
     lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)

@@ -73,7 +73,7 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     adapters: dict[str, str] = setting(
         {},
-        "scripts/evaluate.py, serve.py and serve_engine.py: adapters by name, directories that peft wrote, beside the "
+        "lockstep evaluate, serve and serve-engine: adapters by name, directories that peft wrote, beside the "
         "model in one engine",
         when=SERVED_ADAPTERS,
     )

@@ -15,6 +15,11 @@ def short_path(path: Path) -> str:
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
 
+def lockstep() -> str:
+    """Return the command `lockstep` of this Python environment; where it has no entry point, that of the module."""
+    return program("lockstep") if (Path(sys.prefix) / "bin/lockstep").exists() else f"{program('python')} -m lockstep"
+
+
 def program(name: str) -> str:
     """Return a program of this Python environment as a shell finds it: by its path unless the environment is active.
 

@@ -211,7 +211,7 @@ async def test_a_driver_that_does_not_open_is_named(package: Path) -> None:
 
 def test_a_model_is_not_looked_up_among_packages(package: Path) -> None:
     assert model_command("models/twice") is model_command("models/broken") is None
-    assert model_command("models/chain") == "python scripts/make_demo_model.py --task chain"
+    assert model_command("models/chain") == "lockstep make-demo-model --task chain"
 
 
 def test_packages_are_read_once_for_all_episodes(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ def test_a_missing_held_out_file_can_be_left_out_of_training(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("path", "command"),
     [
-        ("data/demo/chain/train.jsonl", "run `python scripts/make_demo_model.py --task chain`"),
-        ("data/demo/chain/demonstrations.jsonl", "run `python scripts/make_demonstrations.py --task chain`"),
-        ("data/real/family/train.jsonl", "run `python scripts/make_real_model.py --task family`"),
+        ("data/demo/chain/train.jsonl", "run `lockstep make-demo-model --task chain`"),
+        ("data/demo/chain/demonstrations.jsonl", "run `lockstep make-demonstrations --task chain`"),
+        ("data/real/family/train.jsonl", "run `lockstep make-real-model --task family`"),
         ("mine/real/family/train.jsonl", None),
         ("data/real/family/train_2.jsonl", None),
         ("data/real/family/demonstrations.jsonl", None),

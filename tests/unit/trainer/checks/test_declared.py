@@ -80,7 +80,7 @@ REFUSED = [
     ("hub.private=false", "hub.repo=null; set hub.repo=<user or organization>/<name>"),
     (
         "model.adapters={a:b}",
-        "does nothing in training; set it for scripts/evaluate.py or scripts/serve.py, or model.lora.path to train an "
+        "does nothing in training; set it for lockstep evaluate or lockstep serve, or model.lora.path to train an "
         "adapter further, or model.adapters={}",
     ),
     ("demonstrations.rows_per_update=3", "set demonstrations.path=conversations.jsonl, or demonstrations.rows_per"),
@@ -108,7 +108,7 @@ REFUSED = [
         "algorithm=sft algorithm.epochs=2",
         "algorithm.epochs=2 does nothing with algorithm.trains_on=demonstrations; set algorithm=grpo, or",
     ),
-    ("eval.output=a.json", "does nothing in training; set it for scripts/evaluate.py, or eval.output=null"),
+    ("eval.output=a.json", "does nothing in training; set it for lockstep evaluate, or eval.output=null"),
 ]
 COUNTS = [
     "model.lora.alpha=64 model.lora.rank=8",

@@ -9,7 +9,7 @@ import pytest
 from transformers import CONFIG_MAPPING, Olmo2Config, PreTrainedConfig, Qwen3Config
 
 from lockstep.trainer.model.families import unproven
-from scripts.list_models import results
+from scripts.project.list_models import results
 from scripts.published.models import published_models
 
 PROVEN = {proof["family"] for proof in results() if not proof["refusal"]}

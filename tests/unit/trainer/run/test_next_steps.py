@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.trainer.observe.trackers.view import program
+from lockstep.trainer.run import next_steps as module
 from lockstep.trainer.run.next_steps import next_steps
 from tests.fixtures.composed import composed
 from tests.fixtures.paths import ROOT
@@ -22,16 +23,17 @@ HELDOUT = "data.heldout_path=b.jsonl"
 @pytest.fixture(autouse=True)
 def active_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    monkeypatch.setattr(module, "lockstep", lambda: "lockstep")  # an environment may lack the entry point
 
 
 def steps(*settings: str, **changes: object) -> dict[str, list[str]]:
-    defaults = {"run": RUN, "model": RUN / "model", "update": 5, "launcher": "python", "trackers": {}}
+    defaults = {"run": RUN, "model": RUN / "model", "update": 5, "launcher": "lockstep", "trackers": {}}
     lines = next_steps(composed(HELDOUT, *WORDS, *settings), WORDS, **(defaults | changes)).splitlines()  # type: ignore[arg-type]
     return {line.split()[0]: shlex.split(line[14:]) for line in lines}
 
 
 def test_the_evaluation_uses_the_runs_data_and_rewards():
-    assert steps()["evaluate"] == ["python", "scripts/evaluate.py", "model.path=runs/my run/model", *DATA]
+    assert steps()["evaluate"] == ["lockstep", "evaluate", "model.path=runs/my run/model", *DATA]
 
 
 def test_a_finished_run_resumes_to_twice_its_updates_and_a_stopped_one_to_its_goal():
@@ -91,14 +93,17 @@ def test_a_critic_is_listed_if_the_run_has_one():
 def test_commands_can_be_pasted_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     pasted = steps()
-    for name in ("resume", "evaluate", "inspect", "report"):
-        assert Path(pasted[name][1]) == ROOT / "scripts" / Path(pasted[name][1]).name, "not below this directory"
-        assert Path(pasted[name][1]).is_file()
+    assert [pasted[name][1] for name in ("resume", "evaluate", "inspect", "report")] == [
+        "train",
+        "evaluate",
+        "inspect-run",
+        "report",
+    ]
     assert pasted["inspect"][-1] == str(RUN)
     elsewhere = steps(run=Path("/data/runs/a"), model=Path("/data/runs/a/model"))
     assert elsewhere["report"][-1] == "/data/runs/a"
     monkeypatch.chdir(ROOT)
-    assert steps(run=tmp_path / "a")["inspect"] == ["python", "scripts/inspect_run.py", str(tmp_path / "a")]
+    assert steps(run=tmp_path / "a")["inspect"] == ["lockstep", "inspect-run", str(tmp_path / "a")]
     assert steps(run=ROOT / "runs" / "a")["inspect"][-1] == "runs/a"
 
 
@@ -110,13 +115,13 @@ def test_the_data_of_each_tracker_and_their_command_are_listed():
 
 
 def test_programs_of_an_environment_that_is_not_active_have_their_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    assert steps()["inspect"][0] == "python"
+    assert program("python") == "python"
     monkeypatch.delenv("VIRTUAL_ENV")
     monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))  # as `make` runs it
     monkeypatch.chdir(ROOT)
-    assert steps()["inspect"][0] == ".venv/bin/python"
+    assert program("python") == ".venv/bin/python"
     assert program("accelerate") == ".venv/bin/accelerate"
     monkeypatch.chdir(tmp_path)
-    assert steps()["inspect"][0] == str(ROOT / ".venv/bin/python")
+    assert program("python") == str(ROOT / ".venv/bin/python")
     monkeypatch.setattr(sys, "base_prefix", sys.prefix)  # conda, or the system's own Python
     assert program("python") == "python"

@@ -1,7 +1,7 @@
 """Write the tables of docs/models.md, families and proofs of models with published configs, and proofs.json.
 
-python -m scripts.list_models            # also: make docs
-python -m scripts.list_models --check    # write nothing; exit 1 if the page is out of date
+python -m scripts.project.list_models            # also: make docs
+python -m scripts.project.list_models --check    # write nothing; exit 1 if the page is out of date
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from lockstep.trainer.model.families import FAMILIES, Family, settings
-from scripts.generated import ROOT, filled, main
+from scripts.project.generated import ROOT, filled, main
 from scripts.published import RESULTS
 from scripts.published.models import published_models
 from scripts.published.prove import MODES

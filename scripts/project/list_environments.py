@@ -1,7 +1,7 @@
 """Write the table of traits in docs/environments.md from the declarations of the environments.
 
-python -m scripts.list_environments            # also: make docs
-python -m scripts.list_environments --check    # write nothing; exit 1 if the table is out of date
+python -m scripts.project.list_environments            # also: make docs
+python -m scripts.project.list_environments --check    # write nothing; exit 1 if the table is out of date
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from lockstep.rollout.environments import declaration, environment_names
-from scripts.generated import ROOT, filled, main
+from scripts.project.generated import ROOT, filled, main
 
 PAGE = "docs/environments.md"
 READS = {"prompt": "a prompt", "seed": "a seed", "row": "its own columns"}

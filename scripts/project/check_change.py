@@ -1,15 +1,15 @@
 """Check a change while it is edited: style, English and types of its files, and the unit tests that depend on them.
 
-    python -m scripts.check_change                  # also: make check
-    python -m scripts.check_change --base HEAD~3    # what changed since then; default: since the branch left main
-    python -m scripts.check_change --files 200 --seconds 600    # up to this number of test files, and to this time
+    python -m scripts.project.check_change                # also: make check
+    python -m scripts.project.check_change --base HEAD~3  # what changed since then; default: since main
+    python -m scripts.project.check_change --files 200 --seconds 600  # up to this number of test files and time
 
 A test depends on a change if its module imports a changed module, itself or through others. Tests of a changed module
 by name (`test_<module>.py`) and changed tests come first, then those with the fewest imports between. A changed file
 that is not a module counts as read by each module that names it (`named_by`).
 
 Not covered: integration and long tests, which `make test` and `make test-long` run; tests that start a changed program
-without naming its file; what `scripts/imports.py` does not see.
+without naming its file; what `scripts/project/imports.py` does not see.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.generated import ROOT
-from scripts.imports import Imports, module_of, read_imports, read_sources
-from scripts.map_code import LIBRARY, PACKAGES
+from scripts.project.generated import ROOT
+from scripts.project.imports import Imports, module_of, read_imports, read_sources
+from scripts.project.map_code import LIBRARY, PACKAGES
 
 FOLDERS = (*PACKAGES, "benchmarks", "examples", "tests")
 """Where modules are."""
@@ -190,19 +190,19 @@ def describe(changed: Iterable[str], choice: Choice, sources: Mapping[str, str])
 
 
 def commands(changed: Iterable[str], choice: Choice, deadline: float) -> list[list[str]]:
-    """Return the command lines of the checks, quick ones first. deadline: of `scripts/deadline.py`."""
+    """Return the command lines of the checks, quick ones first. deadline: of `scripts/project/deadline.py`."""
     programs = Path(sys.executable).parent
     there = [file for file in changed if (ROOT / file).is_file()]
     folders = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pyright"]["include"]
     typed_files = [file for file in there if file.endswith(".py") and Path(file).parts[0] in folders]
     workers = [] if len(choice.run) < 4 else ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    until = ["-p", "scripts.deadline", "--deadline", str(deadline)]
+    until = ["-p", "scripts.project.deadline", "--deadline", str(deadline)]
     markers = ["-m", "not long and not slow and not gpu"]
     pytest = [sys.executable, "-m", "pytest", "-q", *markers, *until, *workers, *choice.run]
     return [
         [f"{programs}/ruff", "check", "."],
         [f"{programs}/ruff", "format", "--check", "."],
-        *([[sys.executable, "scripts/check_prose.py", *there]] if there else []),
+        *([[sys.executable, "scripts/project/check_prose.py", *there]] if there else []),
         *([[f"{programs}/hadolint", "Dockerfile"]] if "Dockerfile" in there else []),
         *([[f"{programs}/pyright", "--pythonpath", sys.executable, *typed_files]] if typed_files else []),
         *([pytest] if choice.run else []),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parents[1] / "requirements"
+FOLDER = Path(__file__).resolve().parents[2] / "requirements"
 LOCKS = ("cuda.txt", "cpu.txt", "audit.txt")
 """All packages. torch-cpu.txt and build.txt are left out: databases have no builds, and cuda.txt has their versions."""
 

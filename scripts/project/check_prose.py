@@ -1,7 +1,7 @@
 """Check the English of docstrings, comments, strings, names and pages; print each finding with a replacement.
 
-    python scripts/check_prose.py                       # also: make lint; exit 1 if something was found
-    python scripts/check_prose.py trainer/run docs      # only these
+    python scripts/project/check_prose.py                       # also: make lint; exit 1 if something was found
+    python scripts/project/check_prose.py trainer/run docs      # only these
 
 A summary names its subject, words are common ones, spelling is American, and every reader can open what is cited.
 Not covered: grammar, words that are cut at the end of a comment line, and rules that need judgment.
@@ -21,12 +21,12 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 EXCEPTIONS = (
     ("", "retokenise", "a value of `--break` and of the JSON format of a diagnosis"),
     ("", "retokenisation", "the same"),
-    ("scripts/check_prose.py", "", "lists the words that it refuses"),
+    ("scripts/project/check_prose.py", "", "lists the words that it refuses"),
     ("tests/unit/project/test_prose.py", "", "shows texts that are refused"),
     ("lab/diagnosis/cases.py", "colours", "a prompt, with which the numbers of docs/diagnosis.md were measured"),
     ("lab/diagnosis/cases.py", "nobody", "the same"),

@@ -1,7 +1,7 @@
 """Write docs/licenses.md: the locked packages with their versions, licenses and addresses.
 
-    python -m scripts.list_licenses            # also: make docs
-    python -m scripts.list_licenses --check    # write nothing; exit 1 if the page is out of date
+    python -m scripts.project.list_licenses            # also: make docs
+    python -m scripts.project.list_licenses --check    # write nothing; exit 1 if the page is out of date
 
 Read are the locks and licenses.json in requirements/, which `make lock` writes from the metadata of the packages. A
 license that is not declared, or that is not permissive, needs a note in NOTES.
@@ -14,8 +14,8 @@ import json
 import re
 import sys
 
-from scripts.generated import main
-from scripts.lock import FOLDER, LOCKS, locked, versions
+from scripts.project.generated import main
+from scripts.project.lock import FOLDER, LOCKS, locked, versions
 
 PERMISSIVE = frozenset((
     "0BSD", "3-Clause BSD License", "Academic Free License (AFL)", "Apache 2.0", "Apache 2.0 License",

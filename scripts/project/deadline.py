@@ -1,6 +1,6 @@
 """A pytest plugin that skips the tests for which no time is left.
 
-    pytest -p scripts.deadline --deadline <a value of time.monotonic()>
+    pytest -p scripts.project.deadline --deadline <a value of time.monotonic()>
 
 A test that has begun ends. The processes of pytest-xdist share the deadline.
 """

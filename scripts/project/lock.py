@@ -31,7 +31,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "requirements"
 
 LOCKS = ("cpu.txt", "cuda.txt", "build.txt", "audit.txt")

@@ -1,7 +1,7 @@
 """Write docs/map.md: the rooms of the library in the order of their layers, and every module in one line.
 
-    python -m scripts.map_code            # also: make docs
-    python -m scripts.map_code --check    # write nothing; exit 1 if the page is out of date
+    python -m scripts.project.map_code            # also: make docs
+    python -m scripts.project.map_code --check    # write nothing; exit 1 if the page is out of date
 
 The page is generated from docstrings. To change a line, edit the docstring of its module.
 """
@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from scripts.generated import ROOT, main
+from scripts.project.generated import ROOT, main
 
 LIBRARY = ("lab", "integrations", "trainer", "rewards", "rollout")
 """The packages whose modules have layers."""

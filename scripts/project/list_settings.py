@@ -1,7 +1,7 @@
 """Write docs/settings.md and the tables of docs/algorithms.md from the declarations of settings, losses and advantages.
 
-    python -m scripts.list_settings            # also: make docs
-    python -m scripts.list_settings --check    # write nothing; exit 1 if a page is out of date
+    python -m scripts.project.list_settings            # also: make docs
+    python -m scripts.project.list_settings --check    # write nothing; exit 1 if a page is out of date
 
 The tables are generated. To change one, edit trainer/config/schema.py and its groups, the files of
 trainer/objective/losses and advantages, or the header of a preset in configs/algorithm.
@@ -22,7 +22,7 @@ from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.declare import ADVANTAGES, POLICY_LOSSES, Declared
 from lockstep.trainer.setting import Setting, typed
-from scripts.generated import ROOT, main
+from scripts.project.generated import ROOT, main
 
 ALGORITHMS = "docs/algorithms.md"
 

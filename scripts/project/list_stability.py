@@ -1,7 +1,7 @@
 """Write the tables of docs/stability.md from the settings, presets and commands that say that they are experimental.
 
-    python -m scripts.list_stability            # also: make docs
-    python -m scripts.list_stability --check    # write nothing; exit 1 if the page is out of date
+    python -m scripts.project.list_stability            # also: make docs
+    python -m scripts.project.list_stability --check    # write nothing; exit 1 if the page is out of date
 
 A setting says it in its declaration, a file of configs/ in a comment `# Experimental: <reason>`, a command in a line
 `Experimental: <reason>` of its docstring.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations
-from scripts.generated import ROOT, filled, main
+from scripts.project.generated import ROOT, filled, main
 
 PAGE = "docs/stability.md"
 

@@ -1,0 +1,58 @@
+"""The command `lockstep`: each script of scripts/ by its name, from any directory.
+
+lockstep                     list the commands
+lockstep train ...           as python scripts/train.py ...
+lockstep --version
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import runpy
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+FOR_CHECKOUTS = {"gpu-check": "make gpu-check", "reproduce": "make reproduce RECIPE=<name>"}
+"""Commands that need the tests, recipes or pages of a checkout, and what runs them there."""
+
+
+def commands() -> dict[str, str]:
+    """Return the first line of each command's description by its name. Imports none of them."""
+    descriptions = {}
+    for path in sorted(SCRIPTS.glob("*.py")):
+        name = path.stem.replace("_", "-")
+        if name not in FOR_CHECKOUTS:
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            descriptions[name] = text.partition("\n")[0]
+    return descriptions
+
+
+def main() -> None:
+    """Run the command that the first word names, with the words after it; exit status 2 if there is none."""
+    name, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    if name in ("--version", "-V"):
+        from importlib.metadata import version
+
+        print(f"lockstep {version('lockstep-rl')}")
+        return
+    known = commands()
+    if name in ("--help", "-h", "help"):
+        print("usage: lockstep <command> [words]; lockstep <command> --help describes one\n")
+        print("\n".join(f"  {command:<22} {description}" for command, description in known.items()))
+        return
+    if name in FOR_CHECKOUTS:
+        sys.exit(_refusal(f"lockstep {name} needs a checkout of the repository; run `{FOR_CHECKOUTS[name]}` in it"))
+    matches = [name] if name in known else [command for command in known if command.startswith(f"{name}-")]
+    if len(matches) != 1:
+        near = matches or difflib.get_close_matches(name, known, n=1) or known
+        sys.exit(_refusal(f"{name} is not a command; expected {' or '.join(near) if matches else ', '.join(near)}"))
+    module = matches[0].replace("-", "_")
+    sys.argv = [str(SCRIPTS / f"{module}.py"), *words]
+    runpy.run_module(f"lockstep.scripts.{module}", run_name="__main__")
+
+
+def _refusal(sentence: str) -> int:
+    print(f"lockstep: {sentence}", file=sys.stderr)
+    return 2
