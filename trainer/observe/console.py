@@ -114,8 +114,8 @@ def with_rewards(names: Sequence[str]) -> tuple[Column, ...]:
     """Return all columns, with the mean of each reward function beside the reward, if there are several."""
     if len(names) < 2:
         return COLUMNS
-    shown = {safe_text(name): f"reward/{name}/mean" for name in names}
-    parts = (Column(name=name, key=key, form="{:.3f}", width=max(6, len(name)), rank=2) for name, key in shown.items())
+    keys = {safe_text(name): f"reward/{name}/mean" for name in names}
+    parts = (Column(name=name, key=key, form="{:.3f}", width=max(6, len(name)), rank=2) for name, key in keys.items())
     place = [column.key for column in COLUMNS].index("reward/std") + 1
     return (*COLUMNS[:place], *parts, *COLUMNS[place:])
 
@@ -292,7 +292,7 @@ class PeriodicWork:
     is_after_line: bool = False
     """True if the line of its update is printed before it."""
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OVER))
-    """Of the last times [s]."""
+    """Durations of the last times [s]."""
 
     def times_left(self, update: int, total: int, stride: int) -> int:
         """Return how often it is due after the line of `update`. stride: updates per step, after which it is due."""

@@ -162,7 +162,7 @@ class TestPace:
             pace.reached(update)
         assert pace.seconds_per_update == 10
 
-    def test_time_for_something_else_is_no_part_of_an_update(self):
+    def test_other_work_does_not_slow_the_pace(self):
         now = [0.0]
         pace = Pace(lambda: now[0])
         pace.leave_out(7)  # an evaluation before the first update
