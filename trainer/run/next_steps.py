@@ -25,8 +25,8 @@ TRAINING_ONLY = (
     "eval.every=",
 )
 
-CURVES = {"reward/mean": "mean reward", "loss/demonstrations": "mean loss"}
-"""Metrics of training, of which the first that a run has is printed at its end."""
+CURVES = {"reward/mean": ("mean reward", 3), "loss/demonstrations": ("mean loss", 4)}
+"""Name and decimals of the metrics of training, of which the first that a run has is printed at its end."""
 HELDOUT_LOSS = re.compile(r"eval/(.+/)?cross_entropy")
 MOST_STEPS = 5
 """Steps at both ends of a run whose mean reward is printed."""
@@ -50,7 +50,7 @@ def outcome(lines: Iterable[Mapping[str, float | None]], update: int, heldout: S
     # A process that resumed the run is younger than the one before.
     ages.append(seconds)
     total_s = sum(age for age, following in zip(ages, [*ages[1:], 0.0], strict=True) if following < age)
-    parts = [_both_ends(CURVES[name], values) for name, values in curves.items() if values][:1] + list(heldout)
+    parts = [_both_ends(*CURVES[name], values) for name, values in curves.items() if values][:1] + list(heldout)
     for name, by_update in losses.items():
         before = f"{by_update[0]:.4f} before training" if 0 in by_update else ""
         last = max(by_update)
@@ -59,13 +59,13 @@ def outcome(lines: Iterable[Mapping[str, float | None]], update: int, heldout: S
     return "; ".join([f"reached update {update} in {timedelta(seconds=round(total_s))}", *parts])
 
 
-def _both_ends(name: str, values: Sequence[float]) -> str:
+def _both_ends(name: str, decimals: int, values: Sequence[float]) -> str:
     """Return the means over the first and the last steps, at most half of all."""
     if not (few := min(MOST_STEPS, len(values) // 2)):
-        return f"{name} {values[0]:.3f} in the only step"
+        return f"{name} {values[0]:.{decimals}f} in the only step"
     steps, rest = (f"{few} steps", f" {few}") if few > 1 else ("step", "")
     first, last = fmean(values[:few]), fmean(values[-few:])
-    return f"{name} {first:.3f} in the first {steps} and {last:.3f} in the last{rest}"
+    return f"{name} {first:.{decimals}f} in the first {steps} and {last:.{decimals}f} in the last{rest}"
 
 
 def next_steps(

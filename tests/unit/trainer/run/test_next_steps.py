@@ -67,7 +67,7 @@ def test_a_run_without_rollouts_says_its_losses():
     lines = [{"step": 0, "eval/cross_entropy": 3.0}, *metrics([2.0, 1.0], "loss/demonstrations")]
     lines[-1] |= {"eval/cross_entropy": 1.5, "eval/hard/cross_entropy": 1.75, "eval/perplexity": 4.5}
     assert outcome(lines, 2, [], seconds=300) == (
-        "reached update 2 in 0:05:00; mean loss 2.000 in the first step and 1.000 in the last; "
+        "reached update 2 in 0:05:00; mean loss 2.0000 in the first step and 1.0000 in the last; "
         "eval/cross_entropy 3.0000 before training and 1.5000 after update 2; eval/hard/cross_entropy 1.7500 after "
         "update 2"
     )
