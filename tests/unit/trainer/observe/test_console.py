@@ -173,9 +173,9 @@ class TestPace:
         assert list(pace._per_update) == [10, 10]
 
 
-def work(every: int, seconds: float | None, **kind: bool) -> PeriodicWork:
+def work(every: int, seconds: float | None, *, is_at_end: bool = True, is_after_line: bool = False) -> PeriodicWork:
     """Make a work that has taken so long so far; None: it has not been measured."""
-    made = PeriodicWork(every=every, **kind)
+    made = PeriodicWork(every=every, is_at_end=is_at_end, is_after_line=is_after_line)
     made.durations.extend([] if seconds is None else [seconds])
     return made
 
