@@ -8,12 +8,13 @@ as safe text without markup, so that it cannot style or forge the console.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from rich.console import Console
@@ -53,6 +54,14 @@ class Column:
     """True if only runs whose first step has the metric show it: with a reference or a critic."""
     is_stage: bool = False
     """True for the time of a stage, which only runs with that stage show; a line leaves out short ones."""
+    is_event: bool = False
+    """True if only lines with another value than 0 show it, and tables from the first such step on."""
+
+    def is_in(self, metrics: Mapping[str, float]) -> bool:
+        """True if a step with these metrics shows it."""
+        if self.is_event:
+            return metrics.get(self.key, 0.0) > 0
+        return self.key in metrics or not (self.is_optional or self.is_stage)
 
     def cell(self, metrics: Mapping[str, float]) -> str:
         return self.form.format(metrics[self.key]) if self.key in metrics else "-"
@@ -69,6 +78,8 @@ COLUMNS = (
     Column(name="value ev", key="value/explained_variance", form="{:.2f}", width=8, rank=5, is_optional=True),
     Column(name="tokens", key="rollout/sampled_tokens_mean", form="{:.1f}", width=6, rank=1),
     Column(name="turns", key="rollout/turns", form="{:.2f}", width=5, rank=4),
+    Column(name="truncated", key="rollout/truncated_fraction", form="{:.1%}", width=9, rank=4, is_event=True),
+    Column(name="context full", key="rollout/context_full_fraction", form="{:.1%}", width=12, rank=4, is_event=True),
     Column(name="kl", key="rollout_correction/kl", form="{:+.1e}", width=8, rank=1),
     Column(name="ess", key="rollout_correction/ess", form="{:.3f}", width=5, rank=2),
     Column(name="|Δlogp|max", key="rollout_correction/logp_diff_abs_max", form="{:.1e}", width=10, rank=5),
@@ -99,15 +110,36 @@ COLUMNS = (
 """Score, KL and length are adjacent: reward hacking shows as a score that rises together with them."""
 
 
+def with_rewards(names: Sequence[str]) -> tuple[Column, ...]:
+    """Return all columns, with the mean of each reward function beside the reward, if there are several."""
+    if len(names) < 2:
+        return COLUMNS
+    keys = {safe_text(name): f"reward/{name}/mean" for name in names}
+    parts = (Column(name=name, key=key, form="{:.3f}", width=max(6, len(name)), rank=2) for name, key in keys.items())
+    place = [column.key for column in COLUMNS].index("reward/std") + 1
+    return (*COLUMNS[:place], *parts, *COLUMNS[place:])
+
+
 class RunConsole:
     """Printer on rank 0; on other ranks every method does nothing."""
 
-    def __init__(self, *, enabled: bool, total_updates: int) -> None:
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        total_updates: int,
+        rewards: Sequence[str] = (),
+        periodic: Mapping[str, PeriodicWork] | None = None,
+    ) -> None:
+        """rewards: names of the reward functions; several have a column each. periodic: what the remaining time
+        includes beside the updates, by name."""
         self._console = Console(quiet=not enabled, highlight=False)
         self._total_updates = total_updates
         self._rows = 0
+        self._all_columns = with_rewards(rewards)
         self._columns: tuple[Column, ...] = ()
         self._pace = Pace()
+        self._periodic = dict(periodic or {})
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._alarms: dict[str, int] = {}
@@ -175,12 +207,16 @@ class RunConsole:
         is_silent = self._console.quiet or self._progress is not None
         return ProgressLines(None if is_silent else self.say, work=work, total=total)
 
+    def did(self, name: str, seconds: float) -> None:
+        """Record that a periodic work is done, and how long it took: no part of an update."""
+        self._periodic[name].durations.append(seconds)
+        self._pace.leave_out(seconds)
+
     @property
     def _remaining(self) -> str:
-        left = self._pace.seconds_per_update
-        if left is None:
-            return ""
-        return f"{timedelta(seconds=round(left * max(0, self._total_updates - self._pace.update)))} left"
+        pace = self._pace
+        works = self._periodic.values()
+        return time_left(pace.update, self._total_updates, pace.seconds_per_update, works, stride=pace.stride)
 
     # A step
 
@@ -190,32 +226,34 @@ class RunConsole:
         self._pace.reached(update)
         if self._progress is not None:
             self._progress.update(self._tasks["updates"], completed=update, note=self._remaining)
-        if not self._rows:
-            is_given = "rollout/delivered" not in metrics and "loss/demonstrations" in metrics
-            self._columns = tuple(
-                column
-                for column in COLUMNS
-                if not (is_given and column.of_rollouts)
-                and (not (column.is_optional or column.is_stage) or column.key in metrics)
-            )
+        is_given = "rollout/delivered" not in metrics and "loss/demonstrations" in metrics
+        columns = tuple(
+            column
+            for column in self._all_columns
+            if column in self._columns or (column.is_in(metrics) and not (is_given and column.of_rollouts))
+        )
+        has_more = len(columns) > len(self._columns)
+        self._columns = columns
         drops = dropped(metrics)
         if self._console.is_terminal:
-            self._table_row(update, metrics)
+            self._table_row(update, metrics, has_header=has_more or self._rows % HEADER_EVERY == 0)
             if drops:
-                self._console.print(Text(f"  dropped: {drops}", style="yellow"))
+                line = Text(f"  dropped: {drops}", style="yellow")
+                self._console.print(line, no_wrap=True, overflow="ellipsis")
         else:
             shortest = SHOWN_SHARE * metrics.get("time/step", 0.0)
-            columns = (c for c in self._columns if not c.is_stage or metrics.get(c.key, 0.0) > shortest)
+            columns = (c for c in columns if not c.is_event or c.is_in(metrics))
+            columns = (c for c in columns if not c.is_stage or metrics.get(c.key, 0.0) > shortest)
             cells = "  ".join(f"{column.name} {column.cell(metrics)}" for column in columns)
             drops = f"  dropped {drops}" if drops else ""
             self.say(f"update {update}/{self._total_updates}  {cells}{drops}  {self._remaining}".rstrip())
         self._rows += 1
 
-    def _table_row(self, update: int, metrics: Mapping[str, float]) -> None:
+    def _table_row(self, update: int, metrics: Mapping[str, float], *, has_header: bool) -> None:
         first = f"{update}/{self._total_updates}"
         width = max(len("update"), 2 * len(str(self._total_updates)) + 1)
         columns = fitting(self._columns, self._console.width - width)
-        if self._rows % HEADER_EVERY == 0:
+        if has_header:
             header = " ".join(["update".rjust(width), *(column.name.rjust(column.width) for column in columns)])
             self._console.print(Text(header, style="bold"), no_wrap=True)
         cells = [first.rjust(width), *(column.cell(metrics).rjust(column.width) for column in columns)]
@@ -243,8 +281,47 @@ class RunConsole:
         self._console.print(conversation(rollout, wrapped=is_terminal), soft_wrap=not is_terminal)
 
 
+@dataclass(slots=True, kw_only=True)
+class PeriodicWork:
+    """Work between updates that has its own frequency: evaluations, checkpoints."""
+
+    every: int
+    """Updates between two; 0: not periodic."""
+    is_at_end: bool = True
+    """True if it follows the last update, too."""
+    is_after_line: bool = False
+    """True if the line of its update is printed before it."""
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OVER))
+    """Durations of the last times [s]."""
+
+    def times_left(self, update: int, total: int, stride: int) -> int:
+        """Return how often it is due after the line of `update`. stride: updates per step, after which it is due."""
+        done = max(0, update - stride) if self.is_after_line else update
+        times = total // self.every - done // self.every if self.every else 0
+        times += self.is_at_end and not (self.every and total % self.every == 0)
+        return max(0, min(times, math.ceil((total - done) / stride)))
+
+
+def time_left(
+    update: int, total: int, per_update: float | None, works: Iterable[PeriodicWork], *, stride: int = 1
+) -> str:
+    """Return the time until all updates and works are done; "over" it, if one of them has not been measured yet.
+
+    per_update: seconds; None: unknown, as is the result. stride: updates per step.
+    """
+    if per_update is None:
+        return ""
+    due = [(work.durations, times) for work in works if (times := work.times_left(update, total, stride))]
+    seconds = per_update * max(0, total - update)
+    seconds += sum(times * statistics.median(durations) for durations, times in due if durations)
+    if update >= total and not round(seconds):
+        return ""
+    over = "" if all(durations for durations, _ in due) else "over "
+    return f"{over}{timedelta(seconds=round(seconds))} left"
+
+
 class Pace:
-    """Seconds per update: the median over the last steps, which a checkpoint or an evaluation barely shifts.
+    """Seconds per update without periodic work: the median over the last steps, which a restarted engine barely shifts.
 
     The first step is left out: it compiles, allocates and measures the noise floor.
     """
@@ -252,18 +329,26 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._reached_at: float | None = None
+        self._left_out = 0.0
         self._per_update: deque[float] = deque(maxlen=PACE_OVER)
         self._is_first = True
         self.update = 0
+        self.stride = 1
+        """Updates of the last step."""
+
+    def leave_out(self, seconds: float) -> None:
+        """Record that so much time since the last update was spent on something else."""
+        self._left_out += seconds
 
     def reached(self, update: int) -> None:
         """Record that this many updates are done now."""
         now = self._clock()
         if self._reached_at is not None and update > self.update:
+            self.stride = update - self.update
             if not self._is_first:
-                self._per_update.append((now - self._reached_at) / (update - self.update))
+                self._per_update.append((now - self._reached_at - self._left_out) / self.stride)
             self._is_first = False
-        self.update, self._reached_at = update, now
+        self.update, self._reached_at, self._left_out = update, now, 0.0
 
     @property
     def seconds_per_update(self) -> float | None:

@@ -32,6 +32,8 @@ MAX_NUMBER = 1e100
 MAX_UPDATE = 2**53
 BATCH = "rollout/batch"
 """Metric with the number of rollout batches so far."""
+RUN_SECONDS = "time/run"
+"""Metric with the age of the process that wrote the line [s]."""
 
 
 class MetricsLog:
@@ -79,9 +81,7 @@ class MetricsLog:
         """Write one step; the file has the time, too. Non-finite numbers become null, because JSON has none."""
         if self._errors:
             metrics = {**metrics, "health/logger_errors": float(self._errors)}
-        start_s = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        run_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
-        values = {**metrics, "time/run": run_s, "time/unix": time.time()}
+        values = {**metrics, RUN_SECONDS: process_seconds(), "time/unix": time.time()}
         line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(values.items())}}
         with self.tolerating(str(self._path)), self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -142,29 +142,40 @@ class MetricsLog:
                 )
 
 
+def process_seconds() -> float:
+    """Return the age of this process [s]."""
+    start_s = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl: one object per step, in which `step` is the update and non-finite metrics are None.
+    """Read all lines of metrics.jsonl as `metrics_lines` does."""
+    return list(metrics_lines(path))
+
+
+def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl: one object per step; `step` is the update, and non-finite metrics are None.
 
     Ignores a torn last line, which a killed or active run may leave. Raises `ConfigError` without the file, `DataError`
     with the line number if an earlier line is damaged.
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; name a run directory, for example runs/latest")
-    lines: list[dict[str, Any]] = []
     damage: DataError | None = None
     try:
         for number, text in enumerate(plain_lines(path), start=1):
             if damage is not None:
                 raise damage
             try:
-                lines.append(_line(json.loads(text)))
+                line = _line(json.loads(text))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 damage = DataError(
                     f"{path}:{number} is not a line of metrics: {error}; delete that line to see the others"
                 )
+            else:
+                yield line
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    return lines
 
 
 def _line(values: Any) -> dict[str, float | None]:

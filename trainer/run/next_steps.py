@@ -1,16 +1,19 @@
-"""Commands to continue, evaluate and inspect a finished run, with the settings of its command line."""
+"""End of a run in words: what it has reached, and commands to continue, evaluate and inspect it."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings
+from lockstep.trainer.observe.metrics_log import RUN_SECONDS
 from lockstep.trainer.observe.trackers.view import lockstep, short_path
 
 SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|rollout|eval)[=.]")
@@ -19,6 +22,48 @@ TRAINING_ONLY = (
     *("model.path=", "model.lora.", "model.critic", "model.reference_path=", "model.gradient_checkpointing="),
     "eval.every=",
 )
+
+CURVES = {"reward/mean": ("mean reward", 3), "loss/demonstrations": ("mean loss", 4)}
+"""Name and decimals of the metrics of training, of which the first that a run has is printed at its end."""
+HELDOUT_LOSS = re.compile(r"eval/(.+/)?cross_entropy")
+MOST_STEPS = 5
+"""Steps at both ends of a run whose mean reward is printed."""
+
+
+def outcome(lines: Iterable[Mapping[str, float | None]], update: int, heldout: Sequence[str], *, seconds: float) -> str:
+    """Return what a run has reached: updates, time, and the reward at both ends, or the loss without rollouts.
+
+    lines: of metrics.jsonl. update: the last one. heldout: results on held-out sets. seconds: age of this process.
+    """
+    ages = []
+    curves: dict[str, list[float]] = {name: [] for name in CURVES}
+    losses: dict[str, dict[int, float]] = {}
+    for line in lines:
+        ages += [age] if (age := line.get(RUN_SECONDS)) else []
+        for name, value in line.items():
+            if value is not None and name in curves:
+                curves[name].append(value)
+            elif value is not None and HELDOUT_LOSS.fullmatch(name):
+                losses.setdefault(name, {})[int(line["step"] or 0)] = value
+    # A process that resumed the run is younger than the one before.
+    ages.append(seconds)
+    total_s = sum(age for age, following in zip(ages, [*ages[1:], 0.0], strict=True) if following < age)
+    parts = [_both_ends(*CURVES[name], values) for name, values in curves.items() if values][:1] + list(heldout)
+    for name, by_update in losses.items():
+        before = f"{by_update[0]:.4f} before training" if 0 in by_update else ""
+        last = max(by_update)
+        after = f"{by_update[last]:.4f} after update {last}" if last else ""
+        parts.append(f"{name} {' and '.join(filter(None, [before, after]))}")
+    return "; ".join([f"reached update {update} in {timedelta(seconds=round(total_s))}", *parts])
+
+
+def _both_ends(name: str, decimals: int, values: Sequence[float]) -> str:
+    """Return the means over the first and the last steps, at most half of all."""
+    if not (few := min(MOST_STEPS, len(values) // 2)):
+        return f"{name} {values[0]:.{decimals}f} in the only step"
+    steps, rest = (f"{few} steps", f" {few}") if few > 1 else ("step", "")
+    first, last = fmean(values[:few]), fmean(values[-few:])
+    return f"{name} {first:.{decimals}f} in the first {steps} and {last:.{decimals}f} in the last{rest}"
 
 
 def next_steps(

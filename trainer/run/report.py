@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -21,15 +22,18 @@ from lockstep.trainer.model.shape import update_flops
 from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, notes
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.first_step import first_demonstrations, first_step_summary
-from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.observe.metrics_log import MetricsLog, metrics_lines, process_seconds
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.trackers.view import lockstep, short_path
 from lockstep.trainer.run.assembly import Parts
+from lockstep.trainer.run.next_steps import outcome
 from lockstep.trainer.update.batch_dumps import Attempt, write_dump
 from lockstep.trainer.update.schedule import is_due
 
 if TYPE_CHECKING:
     from lockstep.trainer.evaluate.evaluation import Evaluation
+
+COMPARISON = "comparing with the evaluation before training"
 
 
 class Reporter:
@@ -86,8 +90,9 @@ class Reporter:
         if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):
             from lockstep.trainer.observe.step_media import step_media  # other runs do not load it
 
-            tokenizer = self._parts.chat.tokenizer
+            tokenizer, start = self._parts.chat.tokenizer, time.perf_counter()
             self.log.media(report.update, lambda: step_media(report, self._config, tokenizer, self.log.tolerating))
+            self._console.did("media", time.perf_counter() - start)
         if is_due(settings.print_rollouts_every, before=before, after=report.update) or is_first:
             for rollout in report.rollouts[: settings.print_rollouts]:
                 self._console.sample(rollout)
@@ -123,7 +128,7 @@ class Reporter:
         from lockstep.trainer.evaluate.evaluator import comparable_settings
         from lockstep.trainer.evaluate.results import compare, comparison_lines, read_results, title
 
-        with self.log.tolerating("comparing with the evaluation before training"):
+        with self.log.tolerating(COMPARISON):
             before = read_results(first, comparable_settings(self._config))
             comparisons = compare(before, evaluation.results)
             by_name = {result.name: result for result in before}
@@ -133,6 +138,32 @@ class Reporter:
                     self._console.say(f"{title(result.name)}  mean reward {was} before training -> {now}")
             for line in comparison_lines(comparisons, "update 0", f"update {update}"):
                 self._console.say(line)
+
+    def outcome(self, update: int) -> str:
+        """Return what the run has reached, for one sentence; "" if its records cannot be read."""
+        with self.log.tolerating("summing up the run"):
+            lines = metrics_lines(self._directory.metrics) if self._directory.metrics.is_file() else ()
+            return outcome(lines, update, self._heldout(update), seconds=process_seconds())
+        return ""
+
+    def _heldout(self, update: int) -> list[str]:
+        """Return the rewards on each held-out set before training and at the last evaluation, with their intervals."""
+        paths = {int(path.stem[len("update-") :]): path for path in self._directory.evaluations.glob("update-*.json")}
+        last = max((number for number in paths if number <= update), default=None)
+        if last is None:
+            return []
+        from lockstep.trainer.evaluate.evaluator import comparable_settings  # other runs do not load these
+        from lockstep.trainer.evaluate.results import read_results, title
+
+        settings, before = comparable_settings(self._config), {}
+        if last and 0 in paths:
+            with self.log.tolerating(COMPARISON):
+                before = {one.name: f"{one.rewards()} before training and " for one in read_results(paths[0], settings)}
+        when = f"after update {last}" if last else "before training"
+        return [
+            f"{title(one.name)} {before.get(one.name, '')}{one.rewards()} {when}"
+            for one in read_results(paths[last], {})
+        ]
 
     def _save_rollouts(self, name: str, rollouts: Sequence[Rollout]) -> None:
         if self._config.logger.save_rollouts:

@@ -27,7 +27,7 @@ from lockstep.trainer.config.user_code import code_of_files, unisolated_settings
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.observe.alarms import AlarmThresholds, disagreement
-from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.console import PeriodicWork, RunConsole
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.run.assembly import Assembly, Parts, choose
 from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
@@ -52,7 +52,12 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
-        console = RunConsole(enabled=distributed.is_main, total_updates=config.updates)
+        console = RunConsole(
+            enabled=distributed.is_main,
+            total_updates=config.updates,
+            rewards=list(config.reward.weight_by_name),
+            periodic=periodic_works(config),
+        )
         distributed.together(lambda: refuse_unfit_models(config, console.say))
         config = choose(config, distributed, console)
         config = replace(config, algorithm=with_hashes(config.algorithm, distributed))
@@ -82,6 +87,17 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
             life.close()
     if life.is_terminated:
         raise SystemExit(TERMINATED)
+
+
+def periodic_works(config: Config) -> dict[str, PeriodicWork]:
+    """Return what a run does between updates, by name."""
+    works = {"checkpoint": PeriodicWork(every=config.checkpoint.every, is_after_line=True)}
+    if config.evaluates:
+        works["evaluation"] = PeriodicWork(every=config.eval.every)
+    if config.has_rollouts:
+        every = config.logger.wandb_media_every
+        works["media"] = PeriodicWork(every=every, is_at_end=False, is_after_line=True)
+    return works
 
 
 class Life:
@@ -155,8 +171,10 @@ class Life:
                 self._refuse_disagreement(report)
             if self._saved_at != trainer.version:
                 self._save(parts, self._state(parts))
-            places = self._reporter.log.places if self._reporter else {}
-            save_model(parts, self._directory, self._console, trackers=places)
+            places, outcome = {}, ""
+            if self._reporter is not None:
+                places, outcome = self._reporter.log.places, self._reporter.outcome(trainer.version)
+            save_model(parts, self._directory, self._console, trackers=places, outcome=outcome)
         except Exception as error:
             error.add_note(self._rescue(parts, whole, error))
             raise
@@ -221,6 +239,8 @@ class Life:
                 if evaluation is not None:
                     metrics = {**evaluation.metrics, "time/eval": time.perf_counter() - start}
                     self._reporter.evaluation(evaluation, update)
+        if failure is None:
+            self._console.did("evaluation", time.perf_counter() - start)
         return metrics
 
     def _state(self, parts: Parts) -> TrainerState:
@@ -231,6 +251,7 @@ class Life:
         start = time.perf_counter()
         save_state(parts, self._directory, state)
         self._checkpoint_s, self._saved_at = time.perf_counter() - start, state.update
+        self._console.did("checkpoint", self._checkpoint_s)
 
     def _rescue(self, parts: Parts, whole: TrainerState, error: Exception) -> str:
         """Save the last completed update after an error, and return how to go on; a collective, if all ranks failed.

@@ -125,10 +125,13 @@ def save_state(parts: Parts, directory: RunDirectory, state: TrainerState) -> No
     )
 
 
-def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, trackers: Mapping[str, str]) -> None:
+def save_model(
+    parts: Parts, directory: RunDirectory, console: RunConsole, *, trackers: Mapping[str, str], outcome: str
+) -> None:
     """Write the trained model and critic, print the commands that use them, and upload the model; a collective.
 
-    trackers: location of the data of each tracker, and the command that shows them.
+    trackers: location of the data of each tracker, and the command that shows them. outcome: what the run has reached;
+    "": unknown.
     """
     config, distributed = parts.config, parts.distributed
     policy = policy_of(distributed.unwrapped)
@@ -147,13 +150,18 @@ def save_model(parts: Parts, directory: RunDirectory, console: RunConsole, *, tr
     update = parts.trainer.version
     if update < config.updates:
         console.say(f"stopped after update {update}; everything is saved")
+    adapter = directory.model / ADAPTER_DIRECTORY if policy.is_quantized else None
+    if outcome:
+        console.say(
+            f"{outcome}; the {'adapter' if adapter else 'model'} is in {short_path(adapter or directory.model)}"
+        )
     console.say(
         next_steps(
             config,
             sys.argv[1:],
             run=directory.path,
             model=directory.model,
-            adapter=directory.model / ADAPTER_DIRECTORY if policy.is_quantized else None,
+            adapter=adapter,
             update=update,
             launcher=launcher_of(distributed),
             critic=directory.critic if has_saved_critic else None,

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from lockstep.trainer.observe.console import ALARM_AGAIN_EVERY, COLUMNS, Pace, RunConsole, fitting
+from lockstep.trainer.observe.console import (
+    ALARM_AGAIN_EVERY,
+    COLUMNS,
+    Pace,
+    PeriodicWork,
+    RunConsole,
+    fitting,
+    time_left,
+)
 from lockstep.trainer.observe.transcript import MAX_SHOWN_CHARS, shortened, tool_calls
 from tests.fixtures.paths import ROOT
 from tests.unit.rewards.workers.test_pool import rollout
@@ -17,9 +26,9 @@ from tests.unit.rewards.workers.test_pool import rollout
 STEP = {column.key: 0.5 for column in COLUMNS if not column.is_optional}
 
 
-def console(*, width: int | None = None) -> tuple[RunConsole, io.StringIO]:
+def console(*, width: int | None = None, rewards: Sequence[str] = ()) -> tuple[RunConsole, io.StringIO]:
     """Make a console on a terminal of this width, or in a file."""
-    run, stream = RunConsole(enabled=True, total_updates=80), io.StringIO()
+    run, stream = RunConsole(enabled=True, total_updates=80, rewards=rewards), io.StringIO()
     run._console = Console(
         file=stream, force_terminal=width is not None, width=width, highlight=False, color_system=None
     )
@@ -54,6 +63,52 @@ class TestRows:
         run.row({**STEP, "step": 1} | {f"rollout/dropped_{cause}": value for cause, value in causes.items()})
         run.row({**STEP, "step": 2} | {f"rollout/dropped_{cause}": 0.0 for cause in causes})
         assert re.findall(r"dropped:? (.*?)(?:  |$)", stream.getvalue(), re.MULTILINE) == ["reward 8, environment 4"]
+
+    @pytest.mark.parametrize("width", [30, 40])
+    def test_on_a_narrow_terminal_the_causes_stay_one_line(self, width: int):
+        run, stream = console(width=width)
+        causes = ("reward", "unscored", "environment", "engine")
+        run.row({**STEP, "step": 1} | {f"rollout/dropped_{cause}": 8.0 for cause in causes})
+        header, row, drops = stream.getvalue().splitlines()
+        assert max(map(len, (header, row, drops))) <= width
+        assert drops.startswith("  dropped: reward 8, ")
+        assert drops.endswith("…")
+
+    def test_a_line_has_the_mean_of_each_of_several_reward_functions(self):
+        means = {"step": 1, "reward/right/mean": 0.25, "reward/brief/mean": 0.75}
+        run, stream = console(rewards=("right", "brief", "rare"))
+        run.row({**STEP, **means})
+        assert "reward 0.500  ± 0.50  right 0.250  brief 0.750  rare -  tokens" in stream.getvalue()
+        run, stream = console(rewards=("right",))
+        run.row({**STEP, **means})
+        assert "reward 0.500  ± 0.50  tokens" in stream.getvalue()
+
+    def test_a_narrow_terminal_drops_the_means_of_reward_functions(self):
+        run, stream = console(width=40, rewards=("right", "a_function_of_a_long_name"))
+        run.row({**STEP, "step": 1, "reward/right/mean": 0.25})
+        assert max(map(len, stream.getvalue().splitlines())) <= 40
+        assert "reward" in stream.getvalue()
+        assert "right" not in stream.getvalue()
+
+    def test_truncated_rollouts_are_in_the_lines_of_steps_that_have_some(self):
+        none = {**STEP, "rollout/truncated_fraction": 0.0, "rollout/context_full_fraction": 0.0}
+        run, stream = console()
+        for update, share in ((1, 0.0), (2, 0.25), (3, 0.0)):
+            run.row({**none, "step": update, "rollout/truncated_fraction": share})
+        first, second, third = stream.getvalue().splitlines()
+        assert "turns 0.50  truncated 25.0%  kl" in second
+        assert not any("truncated" in line or "context" in line for line in (first, third))
+
+    def test_a_table_has_a_column_of_truncated_rollouts_from_the_first_step_with_some(self):
+        run, stream = console(width=200)
+        for update, share in ((1, 0.0), (2, 0.25), (3, 0.0)):
+            run.row({**STEP, "step": update, "rollout/truncated_fraction": share, "rollout/context_full_fraction": 0})
+        header, first, other_header, second, third = stream.getvalue().splitlines()
+        assert "truncated" not in header
+        end = other_header.index("truncated") + len("truncated")
+        assert (second[end - 5 : end], third[end - 4 : end]) == ("25.0%", "0.0%")
+        assert len(first) == len(header)
+        assert len(third) == len(second) == len(other_header)
 
     def test_every_timed_stage_has_a_column(self):
         sources = [*(ROOT / "trainer" / "collect").glob("*.py"), ROOT / "trainer" / "step.py"]
@@ -106,6 +161,86 @@ class TestPace:
             now[0] = at
             pace.reached(update)
         assert pace.seconds_per_update == 10
+
+    def test_other_work_does_not_slow_the_pace(self):
+        now = [0.0]
+        pace = Pace(lambda: now[0])
+        pace.leave_out(7)  # an evaluation before the first update
+        for update, seconds, others in ((0, 7, 0), (1, 50, 30), (2, 40, 30), (3, 10, 0)):
+            pace.leave_out(others)
+            now[0] += seconds
+            pace.reached(update)
+        assert list(pace._per_update) == [10, 10]
+
+
+def work(every: int, seconds: float | None, *, is_at_end: bool = True, is_after_line: bool = False) -> PeriodicWork:
+    """Make a work that has taken so long so far; None: it has not been measured."""
+    made = PeriodicWork(every=every, is_at_end=is_at_end, is_after_line=is_after_line)
+    made.durations.extend([] if seconds is None else [seconds])
+    return made
+
+
+class TestTimeLeft:
+    @pytest.mark.parametrize(
+        ("update", "works", "expected"),
+        [
+            (20, [], "0:10:00"),
+            (20, [work(0, 100)], "0:11:40"),  # at the end only
+            (20, [work(10, 100)], "0:20:00"),  # the evaluation of update 20 is done
+            (20, [work(10, 100, is_after_line=True)], "0:21:40"),  # its checkpoint is not
+            (21, [work(10, 100, is_after_line=True)], "0:19:50"),
+            (20, [work(30, 100)], "0:15:00"),  # 30, 60 and the end
+            (20, [work(30, 100, is_at_end=False)], "0:13:20"),  # 30, 60
+            (20, [work(30, 100), work(0, 1)], "0:15:01"),
+            (80, [work(10, 100, is_after_line=True)], "0:01:40"),
+        ],
+    )
+    def test_it_includes_what_is_still_due(self, update: int, works: list[PeriodicWork], expected: str):
+        assert time_left(update, 80, 10, works) == f"{expected} left"
+
+    def test_it_is_at_least_the_updates_until_everything_else_was_measured(self):
+        assert time_left(20, 80, 10, [work(10, None), work(0, 100)]) == "over 0:11:40 left"
+        assert time_left(75, 80, 10, [work(30, None, is_at_end=False)]) == "0:00:50 left", "not due any more"
+
+    def test_without_a_measured_update_nothing_is_promised(self):
+        assert time_left(1, 80, None, [work(10, 100)]) == ""
+
+    def test_after_the_last_update_only_what_takes_time_is_left(self):
+        assert time_left(80, 80, 10, [work(10, 100), work(0, None, is_after_line=True)]) == ""
+        assert time_left(80, 80, 10, [work(0, 0.2, is_after_line=True)]) == ""
+
+    def test_works_follow_steps_which_may_have_several_updates(self):
+        assert time_left(40, 80, 10, [work(1, 100)], stride=4) == "0:23:20 left", "ten more steps"
+
+    @pytest.mark.parametrize("resumed_at", [0, 37])
+    def test_a_run_never_promises_less_than_what_comes(self, resumed_at: int):
+        """Slow first steps, an evaluation every 10 updates and a checkpoint every 7."""
+        now, promises, ends = [0.0], {}, 83
+        pace = Pace(lambda: now[0])
+        evaluation, checkpoint = work(10, None), work(7, None, is_after_line=True)
+        pace.reached(resumed_at)
+
+        def do(one: PeriodicWork, seconds: float) -> None:
+            now[0] += seconds
+            one.durations.append(seconds)
+            pace.leave_out(seconds)
+
+        for update in range(resumed_at + 1, ends + 1):
+            now[0] += max(10, 100 - 30 * (update - resumed_at))
+            if update % 10 == 0 or update == ends:
+                do(evaluation, 90)
+            pace.reached(update)
+            left = time_left(update, ends, pace.seconds_per_update, [evaluation, checkpoint], stride=pace.stride)
+            promises[now[0]] = left
+            if update % 7 == 0 or update == ends:
+                do(checkpoint, 5)
+        whole = {at: left for at, left in promises.items() if left and "over" not in left}
+        assert len(whole) > 30
+        for at, left in whole.items():
+            hours, minutes, seconds = map(int, left.split()[0].split(":"))
+            promised = 3600 * hours + 60 * minutes + seconds
+            assert promised >= now[0] - at
+            assert promised <= 1.3 * (now[0] - at) or at < 700, "slow first steps are forgotten"
 
 
 class TestAlarms:

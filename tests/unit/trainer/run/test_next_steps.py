@@ -1,4 +1,4 @@
-"""Commands printed at the end of a run."""
+"""The sentence and the commands printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.trainer.observe.trackers.view import program
 from lockstep.trainer.run import next_steps as module
-from lockstep.trainer.run.next_steps import next_steps
+from lockstep.trainer.run.next_steps import next_steps, outcome
 from tests.fixtures.composed import composed
 from tests.fixtures.paths import ROOT
 
@@ -30,6 +30,51 @@ def steps(*settings: str, **changes: object) -> dict[str, list[str]]:
     defaults = {"run": RUN, "model": RUN / "model", "update": 5, "launcher": "lockstep", "trackers": {}}
     lines = next_steps(composed(HELDOUT, *WORDS, *settings), WORDS, **(defaults | changes)).splitlines()  # type: ignore[arg-type]
     return {line.split()[0]: shlex.split(line[14:]) for line in lines}
+
+
+def metrics(rewards: list[float | None], name: str = "reward/mean") -> list[dict[str, float | None]]:
+    """Make a line of metrics.jsonl per step, ten seconds apart."""
+    return [{"step": i, name: reward, "time/run": 60.0 + 10 * i} for i, reward in enumerate(rewards, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([], ""),
+        ([0.25], "; mean reward 0.250 in the only step"),
+        ([None, 0.25], "; mean reward 0.250 in the only step"),
+        ([0.25, 0.5], "; mean reward 0.250 in the first step and 0.500 in the last"),
+        ([0.25, 9.0, 0.5], "; mean reward 0.250 in the first step and 0.500 in the last"),
+        ([0.0, 0.5, 9.0, 1.0, 3.0], "; mean reward 0.250 in the first 2 steps and 2.000 in the last 2"),
+        ([0.2] * 5 + [9.0] * 7 + [0.8] * 5, "; mean reward 0.200 in the first 5 steps and 0.800 in the last 5"),
+    ],
+)
+def test_a_run_says_what_the_reward_was_at_both_ends(rewards: list[float | None], said: str):
+    assert outcome(metrics(rewards), len(rewards), [], seconds=305) == f"reached update {len(rewards)} in 0:05:05{said}"
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_processes():
+    lines = [{"step": i, "time/run": age} for i, age in enumerate([50.0, 100.0, 60.0, 90.0, 70.0])]
+    assert outcome(lines, 5, [], seconds=80) == "reached update 5 in 0:04:30"
+    assert outcome(lines, 5, [], seconds=10) == "reached update 5 in 0:04:30", "nothing was left to train"
+
+
+def test_a_run_says_what_held_out_data_gave():
+    assert outcome(metrics([0.5]), 1, ["held-out data 0.1", "hard 0.2"], seconds=1).endswith(
+        "in the only step; held-out data 0.1; hard 0.2"
+    )
+
+
+def test_a_run_without_rollouts_says_its_losses():
+    lines = [{"step": 0, "eval/cross_entropy": 3.0}, *metrics([2.0, 1.0], "loss/demonstrations")]
+    lines[-1] |= {"eval/cross_entropy": 1.5, "eval/hard/cross_entropy": 1.75, "eval/perplexity": 4.5}
+    assert outcome(lines, 2, [], seconds=300) == (
+        "reached update 2 in 0:05:00; mean loss 2.0000 in the first step and 1.0000 in the last; "
+        "eval/cross_entropy 3.0000 before training and 1.5000 after update 2; eval/hard/cross_entropy 1.7500 after "
+        "update 2"
+    )
+    mixed = [line | {"reward/mean": 0.5} for line in metrics([2.0, 1.0], "loss/demonstrations")]
+    assert "loss" not in outcome(mixed, 2, [], seconds=300)
 
 
 def test_the_evaluation_uses_the_runs_data_and_rewards():

@@ -1,4 +1,4 @@
-"""The comparison of a run's last evaluation with the one before training."""
+"""The comparison of a run's last evaluation with the one before training, and what it says of both at its end."""
 
 from __future__ import annotations
 
@@ -57,3 +57,35 @@ def test_other_prompts_before_training_do_not_end_the_run(tmp_path: Path) -> Non
     report.evaluation(evaluation(0.0, 0.0), 0)
     report.evaluation(evaluation(1.0, 1.0, 1.0), 20)
     assert not any("minus" in line for line in said)
+
+
+def test_at_its_end_a_run_says_what_held_out_data_gave_before_and_after(tmp_path: Path) -> None:
+    report, _ = reporter(tmp_path)
+    assert report.outcome(0).startswith("reached update 0 in 0:")
+    report.evaluation(evaluation(0.0, 0.0, 1.0, 0.0), 0)
+    assert "; held-out data 0.250 [" in report.outcome(0)
+    assert report.outcome(0).endswith("] before training")
+    report.log.write(1, {"reward/mean": 0.25})
+    report.log.write(20, {"reward/mean": 0.5})
+    report.evaluation(evaluation(1.0, 1.0, 1.0, 0.0), 20)
+    report.evaluation(evaluation(1.0, 1.0, 1.0, 1.0), 30)  # of a branch that was left by resuming an older checkpoint
+    _, reward, heldout = report.outcome(21).split("; ")
+    assert reward == "mean reward 0.250 in the first step and 0.500 in the last"
+    assert heldout.startswith("held-out data 0.250 [-0.240, 0.740] before training and 0.750 [")
+    assert heldout.endswith("] after update 20")
+
+
+def test_evaluations_with_other_settings_are_not_set_beside_each_other(tmp_path: Path) -> None:
+    report, _ = reporter(tmp_path)
+    report.evaluation(evaluation(0.0, 0.0), 0)
+    report._config.eval.temperature = 1.0
+    report.evaluation(evaluation(1.0, 1.0), 20)
+    assert report.outcome(20).partition("; ")[2] == "held-out data 1.000 [1.000, 1.000] after update 20"
+    report._config.eval.temperature = 0.5  # of a resumed run that ended before its first evaluation
+    assert report.outcome(20).partition("; ")[2] == "held-out data 1.000 [1.000, 1.000] after update 20"
+
+
+def test_damaged_records_do_not_end_the_run(tmp_path: Path) -> None:
+    report, _ = reporter(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("x\n{}\n")
+    assert report.outcome(20) == ""
