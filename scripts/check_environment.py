@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.lab.environments.supervisor import DUMP_SIGNAL, supervise
+from lockstep.trainer.words import settings_files
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -34,7 +35,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("environment", help="name of an environment, or path/to/file.py:ClassName")
+    parser.add_argument("environment", help="name of an environment, path/to/file.py:ClassName, or a settings file")
     parser.add_argument("--data", metavar="PATH", help="data rows; a demo task has its own")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="data rows to examine (8)")
     parser.add_argument("--samples", type=int, default=4, metavar="N", help="episodes of the model per row (4)")
@@ -64,6 +65,8 @@ def overrides_of(flags: argparse.Namespace) -> list[str]:
     name = flags.environment
     has = {group: (CONFIGS / group / f"{name}.yaml").is_file() for group in ("environment", "data", "model")}
     words = [f"environment={name}" if has["environment"] else f"environment.name={name}"]
+    if settings_files([name]):
+        words = [name]
     if flags.data is not None:
         return [*words, f"data.path={flags.data}", "data.heldout_path=null"]
     is_demo = has["data"] and has["model"]

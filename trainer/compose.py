@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +26,9 @@ from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import experimental, free_form
 
+if TYPE_CHECKING:
+    from lockstep.trainer.settings_file import SettingsFile
+
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 TASK = {
     "model": ("model", "model.path"),
@@ -34,6 +37,11 @@ TASK = {
     "reward": ("reward", "reward.functions"),
 }
 """Parts of a task, each with the words that choose it; `model` alone is a group."""
+
+
+def preset_names(group: str) -> list[str]:
+    """Return the file names of a config group without suffix; empty for an unknown group."""
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) if group else []
 
 
 def schema(config_class: type = Config) -> DictConfig:
@@ -175,11 +183,15 @@ def refuse_demo_parts(config: Config, words: Sequence[str]) -> None:
         )
 
 
-def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) -> str:
-    """Return one line per part of the task, and a line on the parts that an experiment chose beside those typed.
+def describe_task(
+    config: Config, words: Sequence[str], *, file: SettingsFile | None = None, trains: bool = True
+) -> str:
+    """Return one line per part of the task, and a line on what an experiment or a settings file keeps beside what was
+    typed.
 
-    words: the command line. trains: False for held-out data alone.
+    words: the command line. file: the settings file that it names. trains: False for held-out data alone.
     """
+    chosen_words = words if file is None else [*file.words, *words]
     data_sets = config.data.training_sets() if trains else config.heldout_sets()
     data = [f"{name}: {one.path}" if name else one.path for name, one in data_sets.items()]
     parts = {"model": config.model.path, "data": ", ".join(data)}
@@ -187,13 +199,17 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
         weights = config.reward.weight_by_name.items()
         parts["environment"] = _environment(config.environment, config.max_turns)
         parts["reward"] = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights)
-    typed_parts = [part for part in parts if sets(words, *TASK[part])]
+    typed_parts = [part for part in parts if sets(chosen_words, *TASK[part])]
     kept_parts = [part for part in parts if part not in typed_parts]
     if trains and not config.evaluates and (heldout := [one.path for one in config.heldout_sets().values()]):
         parts["held out"] = f"{', '.join(heldout)}: not used, because eval.every=0"
-    experiment = [word for word in words if word.startswith("experiment=")]
+    experiment = [word for word in chosen_words if word.startswith("experiment=")]
+    kept = "" if file is None else file.kept_beside(words)
     if experiment and typed_parts and kept_parts:
-        parts["kept"] = f"{', '.join(kept_parts)} of {experiment[-1]}, beside another {', '.join(typed_parts)}"
+        of_experiment = f"{', '.join(kept_parts)} of {experiment[-1]}, beside another {', '.join(typed_parts)}"
+        kept = "; ".join(filter(None, [of_experiment, kept]))
+    if kept:
+        parts["kept"] = kept
     if uncertain := experimental(config):
         parts["experimental"] = "; ".join(f"{name}, {reason}" for name, reason in uncertain.items())
     keys = Counter(word.partition("=")[0] for word in words if "=" in word)

@@ -20,7 +20,27 @@ OPTIONS = {
     **dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"), 1),
 }
 """Options of Hydra, with the number of their words."""
+SUFFIXES = (".yaml", ".yml")
+"""Ends of the names of settings files."""
 PAIRS = {"[": "]", "{": "}", "(": ")"}
+
+
+def settings_files(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line that name settings files."""
+    return [
+        word
+        for previous, word in zip(["", *words], words, strict=False)
+        if word.lower().endswith(SUFFIXES)
+        and "=" not in word
+        and not word.startswith(("-", "~"))
+        and not OPTIONS.get(previous)
+    ]
+
+
+def without_file(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line that are left for Hydra."""
+    files = settings_files(words)
+    return [word for word in words if word not in files]
 
 
 def refuse_unreadable(words: Sequence[str], tree: DictConfig) -> None:
@@ -28,7 +48,7 @@ def refuse_unreadable(words: Sequence[str], tree: DictConfig) -> None:
 
     tree: all settings with their defaults.
     """
-    keys, index = all_keys(tree), 0
+    keys, files, index = all_keys(tree), settings_files(words), 0
     while index < len(words):
         word, following = words[index], words[index + 1 : index + 2]
         index += 1
@@ -37,7 +57,7 @@ def refuse_unreadable(words: Sequence[str], tree: DictConfig) -> None:
             if name not in OPTIONS:
                 raise ConfigError(_option_problem(word, following, keys))
             index += 0 if equals else OPTIONS[name]
-        elif problem := _word_problem(word, words[index:], tree, keys):
+        elif word not in files and (problem := _word_problem(word, words[index:], tree, keys)):
             raise ConfigError(problem)
 
 
@@ -45,9 +65,8 @@ def _option_problem(word: str, following: Sequence[str], keys: Sequence[str]) ->
     name, _, value = word.lstrip("-").partition("=")
     if name.replace("_", "-") in ("config", "config-file"):
         return (
-            f"{word} is not an option: settings are typed as key=value. A file of settings of your own goes to "
-            "<folder>/experiment/<name>.yaml, with `# @package _global_` as its first line; type --config-dir <folder> "
-            "experiment=<name>"
+            f"{word} is not an option: settings are typed as key=value, a YAML file of them by its path alone; type "
+            f"{value or next(iter(following), 'my_run.yaml')}"
         )
     key = name.replace("-", "_")
     value = value or next((word for word in following if "=" not in word and not word.startswith("-")), "<value>")

@@ -35,6 +35,7 @@ from lockstep.trainer.checkpoint.resume import belongs_to
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.words import settings_files
 
 
 class RunDirectory:
@@ -98,9 +99,10 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
 
 
 def _label(environment: str, words: Sequence[str]) -> str:
-    """Return the name of the experiment on a command line, else of the environment, without its file's directory."""
+    """Return the name of the settings file on a command line, else of the experiment, else of the environment."""
     experiment = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
-    return Path((experiment or [environment.rpartition(":")[0] or environment])[-1]).stem
+    names = settings_files(words) or experiment or [environment.rpartition(":")[0] or environment]
+    return Path(names[-1]).stem
 
 
 def _free_name(root: Path, label: str) -> str:

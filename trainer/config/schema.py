@@ -49,6 +49,7 @@ class Config:
     resume: str = setting(
         "never",
         "never, auto (latest checkpoint of run_name), or the path of a checkpoint; with a new run_name it is a fork",
+        is_path=True,
     )
     resume_with_changes: bool = setting(
         False, "resume although model, data, environment, reward, loss or advantage have changed", when=RESUMED

@@ -44,6 +44,7 @@ from lockstep.trainer.evaluate.results import (
 )
 from lockstep.trainer.evaluate.task_results import TaskMetric, compare_tasks, read_tasks, task_lines
 from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.settings_file import settings_file
 
 if TYPE_CHECKING:  # imports lm-eval, an extra
     from lockstep.trainer.evaluate.tasks import TaskRun, Tasks
@@ -163,7 +164,7 @@ def run(config: Config) -> None:
     other = settings.compare_to
     console = RunConsole(enabled=True, total_updates=0)
     if config.heldout_sets():
-        console.say(describe_task(config, sys.argv[1:], trains=False))
+        console.say(describe_task(config, sys.argv[1:], file=settings_file(sys.argv[1:]), trains=False))
     process = _Process(config, console)
     if config.model.adapters:
         process.compare_adapters()

@@ -37,6 +37,7 @@ from lockstep.trainer.run.next_steps import resume_command
 from lockstep.trainer.run.provenance import with_hashes
 from lockstep.trainer.run.report import Reporter
 from lockstep.trainer.run.state import launcher_of, open_metrics, restore_state, save_model, save_state, state_of
+from lockstep.trainer.settings_file import settings_file, with_file
 from lockstep.trainer.update.schedule import is_due
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
-            console.say(f"run directory  {directory.path}\n{describe_task(config, sys.argv[1:])}")
+            task = describe_task(config, sys.argv[1:], file=settings_file(sys.argv[1:]))
+            console.say(f"run directory  {directory.path}\n{task}")
             for sentence in messages:
                 console.warn(sentence)
             if config.resume == "auto" and start is None:
@@ -253,7 +255,7 @@ class Life:
         status = f"update {self._saved_at} is saved" if self._saved_at > 0 else "no update is saved"
         status += f" (update {whole.update} is not, because {problem})" if problem else ""
         command = resume_command(
-            sys.argv[1:],
+            with_file(sys.argv[1:]),
             run=self._directory.path,
             updates=self._config.updates,
             launcher=launcher_of(self._distributed),
