@@ -26,7 +26,7 @@ from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import override_value
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.setting import declarations, free_form, names_function
+from lockstep.trainer.setting import declarations, names_function
 from lockstep.trainer.words import SUFFIXES, settings_files, without_file
 
 DATA_SETS = ("data.sources.", "eval.sets.")
@@ -115,7 +115,7 @@ def _read(name: str, config_class: type, base: str, has_own_presets: bool) -> Se
     try:
         presets = _presets(content.pop("defaults", None), groups, checks_options=not has_own_presets)
         place = f"{path}: "
-        _refuse_misspelled(content, schema(config_class), config_class, groups)
+        _refuse_misspelled(content, schema(config_class), groups, known_keys(config_class))
     except ConfigError as error:
         raise ConfigError(f"{place}{error}") from None
     settings = declarations(config_class())
@@ -203,19 +203,19 @@ def _presets(entries: Any, groups: Sequence[str], *, checks_options: bool) -> di
 
 
 def _refuse_misspelled(
-    values: Mapping[Any, Any], tree: DictConfig, config_class: type, groups: Sequence[str], prefix: str = ""
+    values: Mapping[Any, Any], tree: DictConfig, groups: Sequence[str], known: Collection[str], prefix: str = ""
 ) -> None:
     """Raise `ConfigError` for the first key that is no setting, or whose value has another shape."""
     for key, value in values.items():
         name, default = f"{prefix}{key}", tree._get_node(str(key)) if str(key) in tree else None
-        is_section = isinstance(default, DictConfig) and name not in free_form(config_class())
+        is_section = isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict
         if name in groups and value is not None and not isinstance(value, Mapping):
             spelling = _own(name, value) or f"defaults: [{{{name}: {override_value(value)}}}], if it is a preset"
             raise ConfigError(f"{name}: found {value}, expected settings; write {spelling}")
         if default is None:
-            raise ConfigError(_unknown(name, value, known_keys(config_class)))
+            raise ConfigError(_unknown(name, value, known))
         if is_section and isinstance(value, Mapping):
-            _refuse_misspelled(value, default, config_class, groups, f"{name}.")
+            _refuse_misspelled(value, default, groups, known, f"{name}.")
         elif is_section:
             shown = "nothing" if value is None else value
             raise ConfigError(
