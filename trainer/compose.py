@@ -204,12 +204,11 @@ def describe_task(
     if trains and not config.evaluates and (heldout := [one.path for one in config.heldout_sets().values()]):
         parts["held out"] = f"{', '.join(heldout)}: not used, because eval.every=0"
     experiment = [word for word in chosen_words if word.startswith("experiment=")]
-    kept = "" if file is None else file.kept_beside(words)
+    sentences = ["" if file is None else file.kept_beside(words)]
     if experiment and typed_parts and kept_parts:
-        of_experiment = f"{', '.join(kept_parts)} of {experiment[-1]}, beside another {', '.join(typed_parts)}"
-        kept = "; ".join(filter(None, [of_experiment, kept]))
-    if kept:
-        parts["kept"] = kept
+        sentences.insert(0, f"{', '.join(kept_parts)} of {experiment[-1]}, beside another {', '.join(typed_parts)}")
+    if any(sentences):
+        parts["kept"] = "; ".join(filter(None, sentences))
     if uncertain := experimental(config):
         parts["experimental"] = "; ".join(f"{name}, {reason}" for name, reason in uncertain.items())
     keys = Counter(word.partition("=")[0] for word in words if "=" in word)

@@ -24,7 +24,7 @@ from lockstep.trainer.compose import CONFIG_DIR, known_keys, preset_names, schem
 from lockstep.trainer.config.changes import leaves
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.hints import closest
-from lockstep.trainer.config.redaction import override_value
+from lockstep.trainer.config.redaction import REDACTED, override_value
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations, names_function
 from lockstep.trainer.words import SUFFIXES, settings_files, without_file
@@ -59,14 +59,14 @@ class SettingsFile:
 
     def kept_beside(self, words: Sequence[str]) -> str:
         """Return the values of the file that a preset on the command line would change; empty if there are none."""
-        own, kept = {**self.presets, **dict(leaves(self.values))}, []
+        own, sentences = {**self.presets, **dict(leaves(self.values))}, []
         for word in words:
             preset = _preset(*word.split("=", 1)) if "=" in word else {}
             names = [key for key, value in preset.items() if key in own and own[key] != value and not sets(words, key)]
             if names:
                 values = ", ".join(f"{key}={override_value(own[key])}" for key in names)
-                kept.append(f"{values} of {self.path}, beside {word}")
-        return "; ".join(kept)
+                sentences.append(f"{values} of {self.path}, beside {word}")
+        return "; ".join(sentences)
 
 
 def settings_file(words: Sequence[str], config_class: type = Config, *, base: str = "train") -> SettingsFile | None:
@@ -122,8 +122,8 @@ def _read(name: str, config_class: type, base: str, has_own_presets: bool) -> Se
     paths = tuple(f"{setting}." for setting, (declaration, _) in settings.items() if declaration.is_path)
 
     def placed(setting: str, text: str) -> str:
-        if "${hydra:" in text:
-            raise ConfigError(f"{path}: {setting}: found {text}, expected no value of Hydra; write the value itself")
+        if "${hydra:" in text or REDACTED in text:  # Hydra is not there when the run begins; a run's config.yaml
+            raise ConfigError(f"{path}: {setting}: found {text}, expected a value; write the value itself")
         of_data = setting.startswith(DATA_SETS) and setting.endswith(".path")
         is_path = of_data or f"{setting}.".startswith(paths)
         return _beside(path.parent, text, is_path=is_path)
@@ -205,7 +205,7 @@ def _presets(entries: Any, groups: Sequence[str], *, checks_options: bool) -> di
 def _refuse_misspelled(
     values: Mapping[Any, Any], tree: DictConfig, groups: Sequence[str], known: Collection[str], prefix: str = ""
 ) -> None:
-    """Raise `ConfigError` for the first key that is no setting, or whose value has another shape."""
+    """Raise `ConfigError` for the first key that is not a setting, or whose value has another shape."""
     for key, value in values.items():
         name, default = f"{prefix}{key}", tree._get_node(str(key)) if str(key) in tree else None
         is_section = isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict
@@ -217,16 +217,17 @@ def _refuse_misspelled(
         if is_section and isinstance(value, Mapping):
             _refuse_misspelled(value, default, groups, known, f"{name}.")
         elif is_section:
-            shown = "nothing" if value is None else value
+            content = "nothing" if value is None else value
             raise ConfigError(
-                f"{name}: found {shown}, expected settings; indent them below {name}:, for example "
+                f"{name}: found {content}, expected settings; indent them below {name}:, for example "
                 f"{next(iter(default))}: ..., or leave {name} out"
             )
         elif isinstance(default, ListConfig) and isinstance(value, str) and not value.startswith("$"):
             raise ConfigError(f"{name}: found {value}, expected a list; write {_nested(name, [value])}")
         elif isinstance(value, bool) and isinstance(tree[key], str):
-            shown = str(value).lower()
-            raise ConfigError(f"{name}: found {shown}, as YAML reads off, no, on and yes; write it in quotes")
+            raise ConfigError(
+                f"{name}: found {str(value).lower()}, as YAML reads off, no, on and yes; write it in quotes"
+            )
 
 
 def _own(group: str, value: Any) -> str:
@@ -281,13 +282,12 @@ def _beside(folder: Path, text: str, *, is_path: bool) -> str:
 
 def _preset(group: str, option: str) -> dict[str, Any]:
     """Return the settings and groups that a preset under configs/ chooses, by dotted name; empty for another word."""
-    path = CONFIG_DIR / group / f"{option}.yaml"
-    if "." in group or not path.is_file():
+    if option not in preset_names(group):
         return {}
-    text = path.read_text(encoding="utf-8")
+    text = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8")
     content: Any = OmegaConf.to_container(OmegaConf.create(text))
-    chosen: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     for entry in content.pop("defaults", []):
         for name, value in entry.items() if isinstance(entry, dict) else ():
-            chosen |= {_group(name): value, **_preset(_group(name), str(value))}
-    return chosen | dict(leaves(content, "" if "@package _global_" in text else f"{group}."))
+            parts |= {_group(name): value, **_preset(_group(name), str(value))}
+    return parts | dict(leaves(content, "" if "@package _global_" in text else f"{group}."))

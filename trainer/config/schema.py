@@ -42,7 +42,9 @@ class Config:
     seed: int = setting(0, "seed of data order, sampling and initialization", low=0, high=2**32 - 1)
     updates: int = setting(80, "optimizer updates of the whole run", low=1)
     run_root: str = setting("runs", "directory that holds run directories")
-    run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
+    run_name: str | None = setting(
+        None, "name of the run directory; null: that of settings file, experiment or environment, and time"
+    )
     dry_run: bool = setting(
         False, "print a plan of the run (changed settings, counts, memory, two rows) and exit, without an engine"
     )

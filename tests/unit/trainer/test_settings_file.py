@@ -130,7 +130,8 @@ def test_interpolations_of_the_environment_and_of_other_settings_are_resolved(
         ("updates: many", "my_run.yaml cannot be read as settings: updates: found many, expected integer"),
         ("reward: {functions: f}", "my_run.yaml: reward.functions: found f, expected a list; write reward: {functions"),
         ("correction: {mode: off}", "my_run.yaml: correction.mode: found false, as YAML reads off, no, on and yes; wr"),
-        ("run_name: '${hydra:job.name}'", "my_run.yaml: run_name: found ${hydra:job.name}, expected no value of Hydra"),
+        ("run_name: '${hydra:job.name}'", "my_run.yaml: run_name: found ${hydra:job.name}, expected a value"),
+        ("logger: {project: <redacted>}", "my_run.yaml: logger.project: found <redacted>, expected a value; write the"),
         ("defaults: [{algoritm: ppo}]", "defaults: algoritm is not a group (did you mean 'algorithm'?); expected one"),
         ("defaults: [{slurm: servers}]", "my_run.yaml: defaults: slurm is not a group"),
         ("defaults: [{algorithm: ppoo}]", "defaults: algorithm: ppoo does not exist (did you mean 'ppo'?); expected o"),
@@ -206,7 +207,7 @@ def test_paths_of_the_file_lead_beside_it_if_they_exist_there(launched: Launched
     assert config.demonstrations.path == "rollouts:task/saved"
     assert config.environment.name == "task/r.py:Env"
     assert config.environment.settings == {"files": ["task/r.py:f,g", "absent.py:h"], "note": "rows.jsonl"}
-    assert config.reward.functions == ["numeric", "task/r.py:f"], "a name of a function is no path"
+    assert config.reward.functions == ["numeric", "task/r.py:f"], "a name of a function is not a path"
     assert config.run_root == "runs", "a run is written where the user stands"
     assert config.teacher.path == "rows.jsonl", "typed"
 
