@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.lab.environments.supervisor import DUMP_SIGNAL, supervise
-from lockstep.trainer.words import settings_files
+from lockstep.trainer.command_line import settings_files
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

@@ -28,6 +28,7 @@ from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.system.compute_threads import wait_briefly
 from lockstep.rollout.system.orphan_guard import exit_when_orphaned
 from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.command_line import settings_files, without_file
 from lockstep.trainer.compose import (
     CONFIG_DIR,
     TASK,
@@ -44,7 +45,7 @@ from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations, free_form
-from lockstep.trainer.words import refuse_unreadable, settings_files, without_file
+from lockstep.trainer.words import refuse_unreadable
 
 if TYPE_CHECKING:
     from lockstep.trainer.resumption import SavedRun

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.command_line import SUFFIXES, settings_files, without_file
 from lockstep.trainer.compose import CONFIG_DIR, known_keys, preset_names, schema, sets, type_problem
 from lockstep.trainer.config.changes import leaves
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
@@ -27,7 +28,6 @@ from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import REDACTED, override_value
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations, names_function
-from lockstep.trainer.words import SUFFIXES, settings_files, without_file
 
 DATA_SETS = ("data.sources.", "eval.sets.")
 """Beginnings of the names of data sets that the user names: their `path` is one."""
@@ -225,9 +225,7 @@ def _refuse_misspelled(
         elif isinstance(default, ListConfig) and isinstance(value, str) and not value.startswith("$"):
             raise ConfigError(f"{name}: found {value}, expected a list; write {_nested(name, [value])}")
         elif isinstance(value, bool) and isinstance(tree[key], str):
-            raise ConfigError(
-                f"{name}: found {str(value).lower()}, as YAML reads off, no, on and yes; write it in quotes"
-            )
+            raise ConfigError(f"{name}: found {str(value).lower()}, as YAML reads off, no, on, yes; write it in quotes")
 
 
 def _own(group: str, value: Any) -> str:

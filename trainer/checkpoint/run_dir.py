@@ -32,10 +32,10 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import write_whole
 from lockstep.trainer.checkpoint.checkpoint import point_latest_at
 from lockstep.trainer.checkpoint.resume import belongs_to
+from lockstep.trainer.command_line import settings_files
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.words import settings_files
 
 
 class RunDirectory:

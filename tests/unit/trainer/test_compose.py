@@ -16,9 +16,9 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.declared import missing_problems
 from lockstep.trainer.checks.names import reward_name_problems
 from lockstep.trainer.cli import launch
+from lockstep.trainer.command_line import settings_files
 from lockstep.trainer.compose import CONFIG_DIR, TASK, describe_task, drop_prepared_heldout, refuse_demo_parts, sets
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.words import settings_files
 from scripts.check_environment import overrides_of, parse
 from tests.fixtures.composed import composed
 from tests.fixtures.pages import PAGES, ROOT, bash_blocks

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checkpoint.run_dir import _label
 from lockstep.trainer.cli import launch
+from lockstep.trainer.command_line import settings_files
 from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.run.next_steps import next_steps
 from lockstep.trainer.settings_file import _read, settings_file, with_file
-from lockstep.trainer.words import settings_files
 from scripts.check_environment import overrides_of, parse
 from tests.fixtures.composed import composed
 
@@ -129,7 +129,7 @@ def test_interpolations_of_the_environment_and_of_other_settings_are_resolved(
         ("zzzz: 1", "my_run.yaml: zzzz is not a setting; `--cfg job` prints all of them"),
         ("updates: many", "my_run.yaml cannot be read as settings: updates: found many, expected integer"),
         ("reward: {functions: f}", "my_run.yaml: reward.functions: found f, expected a list; write reward: {functions"),
-        ("correction: {mode: off}", "my_run.yaml: correction.mode: found false, as YAML reads off, no, on and yes; wr"),
+        ("correction: {mode: off}", "my_run.yaml: correction.mode: found false, as YAML reads off, no, on, yes; wr"),
         ("run_name: '${hydra:job.name}'", "my_run.yaml: run_name: found ${hydra:job.name}, expected a value"),
         ("logger: {project: <redacted>}", "my_run.yaml: logger.project: found <redacted>, expected a value; write the"),
         ("defaults: [{algoritm: ppo}]", "defaults: algoritm is not a group (did you mean 'algorithm'?); expected one"),
