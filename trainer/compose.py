@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,9 +25,6 @@ from lockstep.trainer.config.prepared import DEMO, DEMO_REWARD, data_folder
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import experimental, free_form
-
-if TYPE_CHECKING:
-    from lockstep.trainer.settings_file import SettingsFile
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 TASK = {
@@ -184,14 +181,15 @@ def refuse_demo_parts(config: Config, words: Sequence[str]) -> None:
 
 
 def describe_task(
-    config: Config, words: Sequence[str], *, file: SettingsFile | None = None, trains: bool = True
+    config: Config, words: Sequence[str], *, from_file: Sequence[str] = (), kept: str = "", trains: bool = True
 ) -> str:
     """Return one line per part of the task, and a line on what an experiment or a settings file keeps beside what was
     typed.
 
-    words: the command line. file: the settings file that it names. trains: False for held-out data alone.
+    words: the command line. from_file: words of its settings file, and kept: what this keeps. trains: False for
+    held-out data alone.
     """
-    chosen_words = words if file is None else [*file.words, *words]
+    chosen_words = [*from_file, *words]
     data_sets = config.data.training_sets() if trains else config.heldout_sets()
     data = [f"{name}: {one.path}" if name else one.path for name, one in data_sets.items()]
     parts = {"model": config.model.path, "data": ", ".join(data)}
@@ -204,7 +202,7 @@ def describe_task(
     if trains and not config.evaluates and (heldout := [one.path for one in config.heldout_sets().values()]):
         parts["held out"] = f"{', '.join(heldout)}: not used, because eval.every=0"
     experiment = [word for word in chosen_words if word.startswith("experiment=")]
-    sentences = ["" if file is None else file.kept_beside(words)]
+    sentences = [kept]
     if experiment and typed_parts and kept_parts:
         sentences.insert(0, f"{', '.join(kept_parts)} of {experiment[-1]}, beside another {', '.join(typed_parts)}")
     if any(sentences):

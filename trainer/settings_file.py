@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os.path
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.command_line import SUFFIXES, settings_files, without_file
-from lockstep.trainer.compose import CONFIG_DIR, known_keys, preset_names, schema, sets, type_problem
+from lockstep.trainer.compose import CONFIG_DIR, describe_task, known_keys, preset_names, schema, sets, type_problem
 from lockstep.trainer.config.changes import leaves
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.hints import closest
@@ -94,6 +95,15 @@ def with_file(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with the content of its settings file in place of its name."""
     file = settings_file(words)
     return list(words) if file is None else [*file.words, *without_file(words)]
+
+
+def describe_command(config: Config, *, trains: bool = True) -> str:
+    """Return the lines of `describe_task` for the command line of this process."""
+    words = sys.argv[1:]
+    file = settings_file(words)
+    if file is None:
+        return describe_task(config, words, trains=trains)
+    return describe_task(config, words, from_file=file.words, kept=file.kept_beside(words), trains=trains)
 
 
 def fit(values: Mapping[str, Any], path: Path, config_class: type = Config) -> DictConfig:

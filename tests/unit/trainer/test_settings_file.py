@@ -15,11 +15,10 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checkpoint.run_dir import _label
 from lockstep.trainer.cli import launch
 from lockstep.trainer.command_line import settings_files
-from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.run.next_steps import next_steps
-from lockstep.trainer.settings_file import _read, settings_file, with_file
+from lockstep.trainer.settings_file import _read, describe_command, settings_file, with_file
 from scripts.check_environment import overrides_of, parse
 from tests.fixtures.composed import composed
 
@@ -212,22 +211,18 @@ def test_paths_of_the_file_lead_beside_it_if_they_exist_there(launched: Launched
     assert config.teacher.path == "rows.jsonl", "typed"
 
 
-def described(words: list[str], config: Config) -> str:
-    return describe_task(config, words, file=settings_file(words))
-
-
 def test_the_start_lines_say_what_the_file_keeps_beside_a_typed_preset(launched: Launched) -> None:
     file = write("defaults: [{algorithm: ppo}]\nalgorithm: {clip_high: 0.9, clip_low: 0.2}\noptimizer: {lr: 1e-5}\n")
     config = launched(file, "algorithm=dapo", "model.path=m", "reward=numeric")
     assert (config.algorithm.clip_high, config.algorithm.name) == (0.9, "dapo")
-    lines = described([file, "algorithm=dapo", "model.path=m", "reward=numeric"], config).splitlines()
+    lines = describe_command(config).splitlines()
     assert f"{'kept':<14} algorithm.clip_high=0.9 of my_run.yaml, beside algorithm=dapo" in lines
     words = [file, "experiment=gsm8k_lora", "algorithm.clip_high=0.3"]
-    text = described(words, launched(*words))
+    text = describe_command(launched(*words))
     assert "algorithm=ppo, optimizer.lr=1e-05 of my_run.yaml, beside experiment=gsm8k_lora" in text
     assert "typed twice" not in text
     words = [file, "algorithm=dapo", "algorithm.clip_high=0.3", "algorithm.clip_high=0.4"]
-    text = described(words, launched(*words))
+    text = describe_command(launched(*words))
     assert "kept" not in text
     assert "typed twice" in text
 
@@ -242,7 +237,7 @@ def test_settings_of_the_file_count_as_typed(launched: Launched, refused: Callab
         "both.yaml",
     )
     assert launched(own).data.heldout_path == "data/demo/calculator/heldout.jsonl"
-    text = described([own], launched(own))
+    text = describe_command(launched(own))
     assert "kept           model of experiment=demo, beside another data, environment, reward" in text
 
 
