@@ -104,6 +104,7 @@ def launch(
             from lockstep.trainer.settings_file import settings_file  # other runs do not load it
 
             file = settings_file(words, config_class, base=config_name)
+        if file is not None:
             typed = without_file(words)
             words = [*file.words, *typed]
         if config_class is Config and sets(words, "resume"):

@@ -217,7 +217,8 @@ def _refuse_misspelled(
 ) -> None:
     """Raise `ConfigError` for the first key that is not a setting, or whose value has another shape."""
     for key, value in values.items():
-        name, default = f"{prefix}{key}", tree._get_node(str(key)) if str(key) in tree else None
+        name = f"{prefix}{key}"
+        default: Any = tree._get_node(str(key)) if str(key) in tree else None
         is_section = isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict
         if name in groups and value is not None and not isinstance(value, Mapping):
             spelling = _own(name, value) or f"defaults: [{{{name}: {override_value(value)}}}], if it is a preset"
