@@ -24,6 +24,7 @@ import sys
 from functools import partial
 
 from lockstep.lab.environments.supervisor import DUMP_SIGNAL, supervise
+from lockstep.trainer.command_line import settings_files
 from lockstep.trainer.compose import CONFIG_DIR
 
 
@@ -32,7 +33,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("environment", help="name of an environment, or path/to/file.py:ClassName")
+    parser.add_argument("environment", help="name of an environment, path/to/file.py:ClassName, or a settings file")
     parser.add_argument("--data", metavar="PATH", help="data rows; a demo task has its own")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="data rows to examine (8)")
     parser.add_argument("--samples", type=int, default=4, metavar="N", help="episodes of the model per row (4)")
@@ -62,6 +63,8 @@ def overrides_of(flags: argparse.Namespace) -> list[str]:
     name = flags.environment
     has = {group: (CONFIG_DIR / group / f"{name}.yaml").is_file() for group in ("environment", "data", "model")}
     words = [f"environment={name}" if has["environment"] else f"environment.name={name}"]
+    if settings_files([name]):
+        words = [name]
     if flags.data is not None:
         return [*words, f"data.path={flags.data}", "data.heldout_path=null"]
     is_demo = has["data"] and has["model"]

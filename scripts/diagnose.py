@@ -53,10 +53,11 @@ def main() -> None:
         from lockstep.lab.diagnosis.saved import find_rollouts, run_overrides
         from lockstep.rollout.errors import ConfigError
         from lockstep.rollout.safe_text import print_error
+        from lockstep.trainer.settings_file import with_file
 
         try:
             rollouts = find_rollouts(flags.rollouts)
-            overrides = [*run_overrides(rollouts, overrides), *overrides]
+            overrides = [*run_overrides(rollouts, with_file(overrides)), *overrides]
         except ConfigError as error:
             print_error(error)
             sys.exit(2)

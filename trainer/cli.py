@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,13 @@ from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.system.compute_threads import wait_briefly
 from lockstep.rollout.system.orphan_guard import exit_when_orphaned
 from lockstep.trainer.checks.validate import validate
+from lockstep.trainer.command_line import settings_files, without_file
 from lockstep.trainer.compose import (
     CONFIG_DIR,
     TASK,
     all_keys,
     drop_prepared_heldout,
+    preset_names,
     refuse_demo_parts,
     schema,
     sets,
@@ -47,6 +49,7 @@ from lockstep.trainer.words import refuse_unreadable
 
 if TYPE_CHECKING:
     from lockstep.trainer.resumption import SavedRun
+    from lockstep.trainer.settings_file import SettingsFile
 
 INTERRUPTED = "interrupted"
 EXIT_LIMIT_S = 60.0
@@ -69,7 +72,7 @@ def launch(
     config_class: type = Config,
     check: Callable[[Any], None] = validate,
 ) -> None:
-    """Compose the configuration from `sys.argv`, check it, and call `main` with it.
+    """Compose the configuration from `sys.argv`, with a settings file if a word names one, check it, and call `main`.
 
     Exits with status 2 and one line per problem for a mistake in the configuration, with status 1 and the message for
     another `LockstepError`.
@@ -92,18 +95,29 @@ def launch(
     trees: list[DictConfig] = []
     configs: list[Any] = []
     notices: list[str] = []
-    words = sys.argv[1:]
+    typed = words = sys.argv[1:]
     stored_run: SavedRun | None = None
+    file: SettingsFile | None = None
     try:
         refuse_unreadable(words, schema(config_class))
+        if settings_files(words):
+            from lockstep.trainer.settings_file import settings_file  # other runs do not load it
+
+            file = settings_file(words, config_class, base=config_name)
+        if file is not None:
+            typed = without_file(words)
+            words = [*file.words, *typed]
         if config_class is Config and sets(words, "resume"):
             from lockstep.trainer.resumption import check_resumed, saved_run, store_base  # a new run does not load it
 
             stored_run = saved_run(words)
             if stored_run is not None:
                 config_name = store_base(stored_run.settings, path=stored_run.path)
+        if file is not None:
+            config_name = file.store(config_name)
         # Hydra adds lines to errors of its task, so the task only returns the tree.
-        _composed_by(hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(trees.append))
+        main_of_hydra = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")
+        _composed_by(main_of_hydra(trees.append), typed)
         for tree in trees:  # empty after --help and --cfg
             config = to_config(tree, config_class)
             if stored_run is not None:
@@ -176,20 +190,21 @@ def _status(error: LockstepError) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def _composed_by(compose: Callable[[], Any]) -> None:
-    """Run Hydra. Raises `ConfigError` for `group=5`, `group=null` and `group=[a]`, for which Hydra raises
-    a bare ValueError or TypeError."""
+def _composed_by(compose: Callable[[], Any], words: Sequence[str]) -> None:
+    """Run Hydra, which reads `sys.argv`, on words. Raises `ConfigError` for `group=5`, `group=null` and `group=[a]`,
+    for which Hydra raises a bare ValueError or TypeError."""
+    command, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
         compose()
     except (ValueError, TypeError) as error:  # Hydra's for a group that is set to a list
-        for word in sys.argv[1:]:
+        for word in words:
             group, _, option = word.lstrip("+").partition("=")
-            options = _options(group)
+            options = preset_names(group)
             if options and option not in options:
                 raise ConfigError(_no_such_option(group, option, options)) from error
-        raise ConfigError(
-            f"{' '.join(redact_words(sys.argv[1:]))} cannot be read ({error}); expected key=value"
-        ) from error
+        raise ConfigError(f"{' '.join(redact_words(words))} cannot be read ({error}); expected key=value") from error
+    finally:
+        sys.argv = command
 
 
 def explain(error: Exception, config_class: type = Config) -> str:
@@ -218,16 +233,11 @@ def explain(error: Exception, config_class: type = Config) -> str:
         )
     if match := re.search(r"(?:Could not find|In 'train': Could not find) '([^']+)'", text):
         group, _, option = match.group(1).partition("/")
-        if options := _options(group):
+        if options := preset_names(group):
             return _no_such_option(group, option, options)
     if match := re.search(r"Could not override '([^']+)'[^\n]*", text):
         return match.group(0)
     return " ".join(str(error).split("\n")[:2])
-
-
-def _options(group: str) -> list[str]:
-    """Return the file names of a config group without suffix; empty for an unknown group."""
-    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) if group else []
 
 
 def _no_such_option(group: str, option: str, options: list[str]) -> str:

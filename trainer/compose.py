@@ -36,6 +36,11 @@ TASK = {
 """Parts of a task, each with the words that choose it; `model` alone is a group."""
 
 
+def preset_names(group: str) -> list[str]:
+    """Return the file names of a config group without suffix; empty for an unknown group."""
+    return sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")) if group else []
+
+
 def schema(config_class: type = Config) -> DictConfig:
     """Return the tree of all settings with their defaults."""
     tree = OmegaConf.structured(config_class)
@@ -175,11 +180,16 @@ def refuse_demo_parts(config: Config, words: Sequence[str]) -> None:
         )
 
 
-def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) -> str:
-    """Return one line per part of the task, and a line on the parts that an experiment chose beside those typed.
+def describe_task(
+    config: Config, words: Sequence[str], *, from_file: Sequence[str] = (), kept: str = "", trains: bool = True
+) -> str:
+    """Return one line per part of the task, and a line on what an experiment or a settings file keeps beside what was
+    typed.
 
-    words: the command line. trains: False for held-out data alone.
+    words: the command line. from_file: words of its settings file, and kept: what this keeps. trains: False for
+    held-out data alone.
     """
+    chosen_words = [*from_file, *words]
     data_sets = config.data.training_sets() if trains else config.heldout_sets()
     data = [f"{name}: {one.path}" if name else one.path for name, one in data_sets.items()]
     parts = {"model": config.model.path, "data": ", ".join(data)}
@@ -187,13 +197,16 @@ def describe_task(config: Config, words: Sequence[str], *, trains: bool = True) 
         weights = config.reward.weight_by_name.items()
         parts["environment"] = _environment(config.environment, config.max_turns)
         parts["reward"] = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights)
-    typed_parts = [part for part in parts if sets(words, *TASK[part])]
+    typed_parts = [part for part in parts if sets(chosen_words, *TASK[part])]
     kept_parts = [part for part in parts if part not in typed_parts]
     if trains and not config.evaluates and (heldout := [one.path for one in config.heldout_sets().values()]):
         parts["held out"] = f"{', '.join(heldout)}: not used, because eval.every=0"
-    experiment = [word for word in words if word.startswith("experiment=")]
+    experiment = [word for word in chosen_words if word.startswith("experiment=")]
+    sentences = [kept]
     if experiment and typed_parts and kept_parts:
-        parts["kept"] = f"{', '.join(kept_parts)} of {experiment[-1]}, beside another {', '.join(typed_parts)}"
+        sentences.insert(0, f"{', '.join(kept_parts)} of {experiment[-1]}, beside another {', '.join(typed_parts)}")
+    if any(sentences):
+        parts["kept"] = "; ".join(filter(None, sentences))
     if uncertain := experimental(config):
         parts["experimental"] = "; ".join(f"{name}, {reason}" for name, reason in uncertain.items())
     keys = Counter(word.partition("=")[0] for word in words if "=" in word)

@@ -15,11 +15,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.names import resume_problems
-from lockstep.trainer.compose import CONFIG_DIR, schema, sets, type_problem, unknown_keys
+from lockstep.trainer.compose import CONFIG_DIR, sets, unknown_keys
 from lockstep.trainer.config.changes import changed_task, leaves
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import REDACTED
@@ -27,6 +26,7 @@ from lockstep.trainer.config.saved_config import read_saved
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import flow, plain
 from lockstep.trainer.config.user_code import outside_of
+from lockstep.trainer.settings_file import fit
 
 TYPED = ("resume", "resume_with_changes", "run_name", "run_root", "dry_run")
 """Settings that a resumed run does not take from the run."""
@@ -97,12 +97,7 @@ def store_base(settings: Mapping[str, Any], *, path: Path) -> str:
             defaults.append("base" if entry == "schema" else entry)
         else:
             defaults.append({key: value if key.startswith("override ") else None for key, value in entry.items()})
-    try:
-        ConfigStore.instance().store(name="base", node=OmegaConf.merge(schema(), settings))
-    except OmegaConfBaseException as error:
-        first, _, _ = str(error).partition("\n")
-        key = getattr(error, "full_key", None) or "a value"
-        raise ConfigError(f"{path} cannot be read as settings: {key}: {type_problem(first)}") from error
+    ConfigStore.instance().store(name="base", node=fit(settings, path))
     ConfigStore.instance().store(name="on_base", node={**content, "defaults": defaults})
     return "on_base"
 

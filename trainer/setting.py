@@ -37,6 +37,8 @@ class Setting:
     choices: tuple[Any, ...] | None = None
     or_function: bool = False
     """True if `path/to/file.py:function` is a value, too."""
+    is_path: bool = False
+    """True if it may name a file or directory to read, which a settings file may have beside it."""
     low: float | None = None
     """Smallest value."""
     high: float | None = None

@@ -10,16 +10,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.command_line import OPTIONS, settings_files
 from lockstep.trainer.compose import all_keys
 from lockstep.trainer.config.hints import closest
 
-OPTIONS = {
-    **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"), 0),
-    **dict.fromkeys(("--shell-completion", "-sc"), 0),
-    **dict.fromkeys(("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"), 1),
-    **dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"), 1),
-}
-"""Options of Hydra, with the number of their words."""
 PAIRS = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -28,7 +22,7 @@ def refuse_unreadable(words: Sequence[str], tree: DictConfig) -> None:
 
     tree: all settings with their defaults.
     """
-    keys, index = all_keys(tree), 0
+    keys, files, index = all_keys(tree), settings_files(words), 0
     while index < len(words):
         word, following = words[index], words[index + 1 : index + 2]
         index += 1
@@ -37,7 +31,7 @@ def refuse_unreadable(words: Sequence[str], tree: DictConfig) -> None:
             if name not in OPTIONS:
                 raise ConfigError(_option_problem(word, following, keys))
             index += 0 if equals else OPTIONS[name]
-        elif problem := _word_problem(word, words[index:], tree, keys):
+        elif word not in files and (problem := _word_problem(word, words[index:], tree, keys)):
             raise ConfigError(problem)
 
 
@@ -45,9 +39,8 @@ def _option_problem(word: str, following: Sequence[str], keys: Sequence[str]) ->
     name, _, value = word.lstrip("-").partition("=")
     if name.replace("_", "-") in ("config", "config-file"):
         return (
-            f"{word} is not an option: settings are typed as key=value. A file of settings of your own goes to "
-            "<folder>/experiment/<name>.yaml, with `# @package _global_` as its first line; type --config-dir <folder> "
-            "experiment=<name>"
+            f"{word} is not an option: settings are typed as key=value, a YAML file of them by its path alone; type "
+            f"{value or next(iter(following), 'my_run.yaml')}"
         )
     key = name.replace("-", "_")
     value = value or next((word for word in following if "=" not in word and not word.startswith("-")), "<value>")

@@ -19,7 +19,9 @@ from lockstep.trainer.setting import setting
 
 @dataclass
 class RewardModelSettings:
-    path: str = setting("models/sentiment_lm", "pretrained model, or a sequence classifier to continue from")
+    path: str = setting(
+        "models/sentiment_lm", "pretrained model, or a sequence classifier to continue from", is_path=True
+    )
     new_head: bool = setting(True, "start from a new head, N(0, 1/sqrt(d + 1)); false: the checkpoint's own")
     dtype: str = setting("float32", "dtype of the computation", choices=("float32", "bfloat16"))
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory")
@@ -28,9 +30,11 @@ class RewardModelSettings:
 
 @dataclass
 class ComparisonData:
-    path: str = setting("data/preferences/sentiment/comparisons.jsonl", "comparisons: a file, or a hub data set id")
+    path: str = setting(
+        "data/preferences/sentiment/comparisons.jsonl", "comparisons: a file, or a hub data set id", is_path=True
+    )
     split: str = setting("train", "split of a hub data set")
-    heldout_path: str | None = setting(None, "comparisons for evaluation; null: none")
+    heldout_path: str | None = setting(None, "comparisons for evaluation; null: none", is_path=True)
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
     max_comparisons: int | None = setting(None, "number of comparisons used, after shuffling; null: all", low=1)
     query_tokens: int | None = setting(None, "longer queries keep their beginning [tokens]; null: no limit", low=1)
@@ -44,8 +48,8 @@ class NormalizationConfig:
 
     num_samples: int = setting(256, "number of responses to normalize on, over all ranks; 0: no normalization", low=0)
     queries_path: str | None = setting(None, "rows with `prompt`, and `response` if already sampled; null: the "
-                                             "prompts of data.path")  # fmt: skip
-    model_path: str | None = setting(None, "model to sample from; null: model.path")
+                                             "prompts of data.path", is_path=True)  # fmt: skip
+    model_path: str | None = setting(None, "model to sample from; null: model.path", is_path=True)
     response_tokens: int = setting(24, "length of a sampled response [tokens]", low=1)
     temperature: float = setting(0.7, "sampling temperature", above=0)
     stop: str | None = setting(None, "token that ends a response for the score; null: none")

@@ -12,7 +12,7 @@ from lockstep.lab.finding import Finding, Verdict
 from lockstep.lab.losses import check_update
 from lockstep.lab.losses.check_objective import check_objective
 from lockstep.lab.losses.check_update import examine_update
-from tests.fixtures.pages import ROOT, python_files
+from tests.fixtures.pages import ROOT, page_files
 
 FAULTY = ROOT / "tests/unit/lab/losses/faulty_losses.py"
 OF_RANK = """
@@ -79,7 +79,7 @@ def test_the_loss_of_the_tutorial_passes_with_its_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in python_files(ROOT / "docs/tutorials/own_loss.md").items():
+    for name, text in page_files(ROOT / "docs/tutorials/own_loss.md").items():
         Path(name).write_text(text)
     assert check_objective("my_loss.py:quadratic", [])
     found = capsys.readouterr().out

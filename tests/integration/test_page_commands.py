@@ -21,7 +21,7 @@ from rich.console import Console
 
 from lockstep.demo.make import make_demo
 from tests.fixtures.forked_python import forked_python
-from tests.fixtures.pages import PAGES, ROOT, Block, bash_blocks, python_files
+from tests.fixtures.pages import PAGES, ROOT, Block, bash_blocks, page_files
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -160,7 +160,7 @@ def test_a_block_runs_unchanged(block: Block, workplace: Path) -> None:
     if not any(re.match(f"{RUN}|make ", command) for command in block.commands):
         pytest.skip("only planned")
     for page in (ROOT / "docs/tutorials/own_tools.md", block.page):  # the tutorials build on its tools
-        for name, text in python_files(page).items():
+        for name, text in page_files(page).items():
             (workplace / name).write_text(text)
     latest = workplace / "runs/latest"
     latest.unlink(missing_ok=True)

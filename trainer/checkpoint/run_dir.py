@@ -32,6 +32,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import write_whole
 from lockstep.trainer.checkpoint.checkpoint import point_latest_at
 from lockstep.trainer.checkpoint.resume import belongs_to
+from lockstep.trainer.command_line import settings_files
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.distributed.distributed import Distributed
@@ -98,9 +99,10 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
 
 
 def _label(environment: str, words: Sequence[str]) -> str:
-    """Return the name of the experiment on a command line, else of the environment, without its file's directory."""
+    """Return the name of the settings file on a command line, else of the experiment, else of the environment."""
     experiment = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
-    return Path((experiment or [environment.rpartition(":")[0] or environment])[-1]).stem
+    names = settings_files(words) or experiment or [environment.rpartition(":")[0] or environment]
+    return Path(names[-1]).stem
 
 
 def _free_name(root: Path, label: str) -> str:

@@ -42,13 +42,16 @@ class Config:
     seed: int = setting(0, "seed of data order, sampling and initialization", low=0, high=2**32 - 1)
     updates: int = setting(80, "optimizer updates of the whole run", low=1)
     run_root: str = setting("runs", "directory that holds run directories")
-    run_name: str | None = setting(None, "name of the run directory; null: experiment name and time")
+    run_name: str | None = setting(
+        None, "name of the run directory; null: that of settings file, experiment or environment, and time"
+    )
     dry_run: bool = setting(
         False, "print a plan of the run (changed settings, counts, memory, two rows) and exit, without an engine"
     )
     resume: str = setting(
         "never",
         "never, auto (latest checkpoint of run_name), or the path of a checkpoint; with a new run_name it is a fork",
+        is_path=True,
     )
     resume_with_changes: bool = setting(
         False, "resume although model, data, environment, reward, loss or advantage have changed", when=RESUMED

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -25,7 +24,6 @@ from lockstep.rollout.sampler.sampler import OnRollout, Sampler
 from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.build import make_chat, make_rewards, make_sampler, make_sampling
-from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
@@ -44,6 +42,7 @@ from lockstep.trainer.evaluate.results import (
 )
 from lockstep.trainer.evaluate.task_results import TaskMetric, compare_tasks, read_tasks, task_lines
 from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.settings_file import describe_command
 
 if TYPE_CHECKING:  # imports lm-eval, an extra
     from lockstep.trainer.evaluate.tasks import TaskRun, Tasks
@@ -164,7 +163,7 @@ def run(config: Config) -> None:
     other = settings.compare_to
     console = RunConsole(enabled=True, total_updates=0)
     if config.heldout_sets():
-        console.say(describe_task(config, sys.argv[1:], trains=False))
+        console.say(describe_command(config, trains=False))
     process = _Process(config, console)
     if config.model.adapters:
         process.compare_adapters()

@@ -21,7 +21,6 @@ from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.resume import select
 from lockstep.trainer.checkpoint.run_dir import RunDirectory, open_run
 from lockstep.trainer.checks.algorithm import algorithm_warnings
-from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import code_of_files, unisolated_settings
 from lockstep.trainer.distributed.distributed import Distributed
@@ -37,6 +36,7 @@ from lockstep.trainer.run.next_steps import resume_command
 from lockstep.trainer.run.provenance import with_hashes
 from lockstep.trainer.run.report import Reporter
 from lockstep.trainer.run.state import launcher_of, open_metrics, restore_state, save_model, save_state, state_of
+from lockstep.trainer.settings_file import describe_command, with_file
 from lockstep.trainer.update.schedule import is_due
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
-            console.say(f"run directory  {directory.path}\n{describe_task(config, sys.argv[1:])}")
+            console.say(f"run directory  {directory.path}\n{describe_command(config)}")
             for sentence in messages:
                 console.warn(sentence)
             if config.resume == "auto" and start is None:
@@ -274,7 +274,7 @@ class Life:
         status = f"update {self._saved_at} is saved" if self._saved_at > 0 else "no update is saved"
         status += f" (update {whole.update} is not, because {problem})" if problem else ""
         command = resume_command(
-            sys.argv[1:],
+            with_file(sys.argv[1:]),
             run=self._directory.path,
             updates=self._config.updates,
             launcher=launcher_of(self._distributed),

@@ -26,6 +26,7 @@ from lockstep.trainer.observe.trackers.wandb_run import Lineage
 from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.next_steps import next_steps
 from lockstep.trainer.run.provenance import provenance
+from lockstep.trainer.settings_file import with_file
 from lockstep.trainer.update.entropy_control import EntropyControl
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def save_model(
     console.say(
         next_steps(
             config,
-            sys.argv[1:],
+            with_file(sys.argv[1:]),
             run=directory.path,
             model=directory.model,
             adapter=adapter,

@@ -42,7 +42,6 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import make_chat, make_rewards, make_sampling
 from lockstep.trainer.checks.names import group_wise_rewards, scores_groups_alone
-from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
@@ -62,6 +61,7 @@ from lockstep.trainer.observe.trackers.view import lockstep, program
 from lockstep.trainer.observe.transcript import conversation
 from lockstep.trainer.run.assembly import choose, show_memory_plan, show_scale
 from lockstep.trainer.run.library_logs import quiet_third_parties
+from lockstep.trainer.settings_file import describe_command
 from lockstep.trainer.sft.demonstration_rows import Demonstrations, tokenized
 
 SHOWN_ROWS = 2
@@ -98,7 +98,7 @@ def dry_run(config: Config) -> None:
     console = Console(highlight=False, quiet=not distributed.is_main)
     with distributed, BackgroundLoop() as loop:
         run_console = RunConsole(enabled=distributed.is_main, total_updates=0)
-        run_console.say(describe_task(config, sys.argv[1:]))
+        run_console.say(describe_command(config))
         refuse_unfit_models(config, run_console.say)
         chat = make_chat(config.model, history=config.environment.history)
         if config.has_rollouts:

@@ -19,7 +19,7 @@ from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.schema import Config
 from tests.fixtures.composed import composed as compose
-from tests.fixtures.pages import bash_blocks, python_files
+from tests.fixtures.pages import bash_blocks, page_files
 from tests.fixtures.policies import CHAT, Policy, last_turn, play, sampling, tool_call
 
 DOCS = CONFIG_DIR.parent / "docs"
@@ -42,7 +42,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A reader's directory: the files of the page, a model, data files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SANDBOX_TOKEN", "secret")
-    for name, text in python_files(DOCS / "environments.md").items():
+    for name, text in page_files(DOCS / "environments.md").items():
         Path(name).write_text(text)
     Path("benchmarks").symlink_to(DOCS.parent / "benchmarks")
     for model in (".", "models/teacher", "runs/hinted/model"):

@@ -19,7 +19,7 @@ from lockstep.rewards.shaping import Shaping
 from lockstep.rewards.workers.pool import Isolation
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout, RolloutStatus
-from tests.fixtures.pages import ROOT, python_files
+from tests.fixtures.pages import ROOT, page_files
 from tests.unit.rewards.test_composition import rollout
 
 FILE = '''
@@ -245,7 +245,7 @@ def test_a_reward_set_without_rollouts_calls_nothing(file: Path) -> None:
 
 
 def test_the_example_of_the_page_prefers_short_right_answers(tmp_path: Path) -> None:
-    (name, source), *others = python_files(ROOT / "docs/group_rewards.md").items()
+    (name, source), *others = page_files(ROOT / "docs/group_rewards.md").items()
     assert not others
     (tmp_path / name).write_text(source)
     said = (("It is 7", 4), ("7", 2), ("8", 1))

@@ -29,7 +29,7 @@ class DataSetConfig:
     `trainer/cli.py` converts their entries."""
 
     path: str = setting(
-        "", "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, rollouts:<run>, or a hub data set id"
+        "", "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, rollouts:<run>, or a hub data set id", is_path=True
     )
     subset: str | None = setting(None, "configuration of a hub data set that has several")
     split: str | None = setting(None, "split of a hub data set; null: data.split, in eval.sets data.heldout_split")
@@ -83,6 +83,7 @@ class DataConfig:
         "",
         "JSONL, JSON, CSV or parquet file, reasoning_gym:<task>, or a hub data set id; with algorithm=sft also "
         "rollouts:<run, directory or file>",
+        is_path=True,
         example="data.path=my.jsonl",
     )
     subset: str | None = setting(None, "configuration of a hub data set that has several")
@@ -90,6 +91,7 @@ class DataConfig:
     heldout_path: str | None = setting(
         None,
         "file or hub id for evaluation; null: none. That of the demo or of `make real` is left out with other data",
+        is_path=True,
     )
     heldout_split: str = setting("test", "split of a hub data set for evaluation")
     parameters: dict[str, Any] = setting(
@@ -132,6 +134,7 @@ class DemonstrationsConfig:
         None,
         "conversations whose assistant turns are trained beside the rollouts: JSONL, JSON or parquet file, a hub data "
         "set id, or rollouts:<run, directory or file> (docs/sft.md); null: none",
+        is_path=True,
         when=ROLLOUTS,
     )
     subset: str | None = setting(None, "configuration of a hub data set that has several", when=MIXED)

@@ -17,7 +17,9 @@ class LmEvalConfig:
         when=EVALUATE_SCRIPT,
         experimental="it follows the interface of lm-eval 0.4",
     )
-    include_path: str | None = setting(None, "directory of further task files; null: none", when=EVALUATE_SCRIPT)
+    include_path: str | None = setting(
+        None, "directory of further task files; null: none", is_path=True, when=EVALUATE_SCRIPT
+    )
     num_fewshot: int | None = setting(
         None, "examples in a prompt; null: the task's own number", low=0, when=EVALUATE_SCRIPT
     )
@@ -56,6 +58,7 @@ class EvalConfig:
     compare_to: str | None = setting(
         None,
         "lockstep evaluate: model, or JSON file of its evaluation, to compare with on the same seeds",
+        is_path=True,
         when=EVALUATE_SCRIPT,
     )
     output: str | None = setting(

@@ -17,7 +17,10 @@ class LoraConfig:
     target_modules: list[str] | None = setting(None, "linear layers with adapters; null: all but the head", when=LORA)
     rslora: bool = setting(False, "scale adapters by alpha / sqrt(rank), rsLoRA (arXiv:2312.03732)", when=LORA)
     path: str | None = setting(
-        None, "adapter to start from, as peft saves it, with the rank, alpha and layers set here", when=LORA
+        None,
+        "adapter to start from, as peft saves it, with the rank, alpha and layers set here",
+        is_path=True,
+        when=LORA,
     )
     send: str = setting(
         "auto",
@@ -33,6 +36,7 @@ class ModelConfig:
     path: str = setting(
         "",
         "directory or hub id of the policy, for `from_pretrained`",
+        is_path=True,
         example="model.path=Qwen/Qwen2.5-0.5B-Instruct",
     )
     dtype: str = setting(
@@ -53,11 +57,18 @@ class ModelConfig:
         when=CRITIC,
     )
     critic_path: str | None = setting(
-        None, "initial separate critic: a model, a reward model, or a run's critic/; null: model.path", when=CRITIC
+        None,
+        "initial separate critic: a model, a reward model, or a run's critic/; null: model.path",
+        is_path=True,
+        when=CRITIC,
     )
-    reference_path: str | None = setting(None, "frozen reference for the KL term; null: model.path", when=REFERENCE)
+    reference_path: str | None = setting(
+        None, "frozen reference for the KL term; null: model.path", is_path=True, when=REFERENCE
+    )
     chat_template: str | None = setting(
-        None, "chat template in place of the model's: hermes (ChatML with tools), or a Jinja file; null: the model's"
+        None,
+        "chat template in place of the model's: hermes (ChatML with tools), or a Jinja file; null: the model's",
+        is_path=True,
     )
     gradient_checkpointing: bool | None = setting(
         None,
@@ -75,6 +86,7 @@ class ModelConfig:
         {},
         "lockstep evaluate, serve and serve-engine: adapters by name, directories that peft wrote, beside the "
         "model in one engine",
+        is_path=True,
         when=SERVED_ADAPTERS,
     )
 

@@ -32,6 +32,7 @@ class TeacherConfig:
     path: str | None = setting(
         None,
         "directory or hub id of the model to distill, with the policy's tokenizer; null: no teacher of source=model",
+        is_path=True,
         when=LEARNS_FROM_TEACHER,
     )
     context: str | None = setting(

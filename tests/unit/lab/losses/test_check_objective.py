@@ -14,9 +14,9 @@ import pytest
 from lockstep.lab.finding import Finding
 from lockstep.lab.losses.check_objective import check_objective
 from lockstep.rollout.errors import ConfigError
-from tests.fixtures.pages import ROOT, python_files
+from tests.fixtures.pages import ROOT, page_files
 
-FILES = python_files(ROOT / "docs/tutorials/own_loss.md")
+FILES = page_files(ROOT / "docs/tutorials/own_loss.md")
 
 
 def no_update(*arguments: Any, **named: Any) -> Iterator[Finding]:
