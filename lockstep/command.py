@@ -37,16 +37,18 @@ def main() -> None:
 
         print(f"lockstep {version('lockstep-rl')}")
         return
-    known = commands()
+    descriptions = commands()
     if name in ("--help", "-h", "help"):
         print("usage: lockstep <command> [words]; lockstep <command> --help describes one\n")
-        print("\n".join(f"  {command:<22} {description}" for command, description in known.items()))
+        print("\n".join(f"  {command:<22} {description}" for command, description in descriptions.items()))
         return
     if name in FOR_CHECKOUTS:
         sys.exit(_refusal(f"lockstep {name} needs a checkout of the repository; run `{FOR_CHECKOUTS[name]}` in it"))
-    matches = [name] if name in known else [command for command in known if command.startswith(f"{name}-")]
+    matches = (
+        [name] if name in descriptions else [command for command in descriptions if command.startswith(f"{name}-")]
+    )
     if len(matches) != 1:
-        near = matches or difflib.get_close_matches(name, known, n=1) or known
+        near = matches or difflib.get_close_matches(name, descriptions, n=1) or descriptions
         sys.exit(_refusal(f"{name} is not a command; expected {' or '.join(near) if matches else ', '.join(near)}"))
     module = matches[0].replace("-", "_")
     sys.argv = [str(SCRIPTS / f"{module}.py"), *words]

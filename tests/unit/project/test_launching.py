@@ -17,7 +17,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from lockstep.trainer.compose import CONFIG_DIR
-from lockstep.trainer.tools.serve_engine import command
+from tests.fixtures.composed import served
 from tests.unit.project.test_slurm import config_of
 
 ROOT = CONFIG_DIR.parent
@@ -159,7 +159,7 @@ def test_every_node_gets_a_command_that_its_program_accepts(platform: str, topol
             assert words[0] == "scripts/serve_engine.py"
             config = config_of(words[1:])
             assert (config.server.host, config.server.port) == (host, 8000)
-            assert command(config)[-2:] == ["--tensor-parallel-size", "8"]
+            assert served(config)[-2:] == ["--tensor-parallel-size", "8"]
             continue
         assert (program, words[0]) == ("accelerate", "launch")
         launch = launch_command_parser().parse_args(words[1:])

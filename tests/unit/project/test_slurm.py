@@ -16,8 +16,7 @@ from lockstep.rollout.system.addresses import is_loopback
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.tools.serve_engine import command
-from tests.fixtures.composed import composed
+from tests.fixtures.composed import composed, served
 
 ROOT = CONFIG_DIR.parent
 SCRIPT = CONFIG_DIR / "slurm" / "servers.sbatch"
@@ -93,7 +92,7 @@ def test_every_node_gets_a_command_that_its_program_accepts(commands: dict[str, 
         assert script == "scripts/serve_engine.py"
         config = config_of(overrides)
         assert config.server.host == ADDRESSES[node]
-        assert command(config)[-2:] == ["--tensor-parallel-size", "8"]
+        assert served(config)[-2:] == ["--tensor-parallel-size", "8"]
     for rank, node in enumerate(("node-a", "node-b")):
         word, *options = commands[node]
         assert word == "launch"
