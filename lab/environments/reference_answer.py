@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.lab.environments.subject import Answer, Options, Player, Subject, reward_of
 from lockstep.rewards.functions import FUNCTIONS
+from lockstep.rewards.functions.answers import ANSWER_COLUMNS
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Message, Rollout
@@ -18,7 +19,6 @@ from lockstep.rollout.system.deadline import call_with_deadline
 from lockstep.rollout.system.user_functions import load_function
 from lockstep.trainer.config.groups.task_settings import RewardConfig
 from lockstep.trainer.data.prompts import DATASET, Row
-from lockstep.trainer.tools.dry_run import ANSWER_COLUMNS
 
 FORMS = (
     "{answer}",

@@ -7,6 +7,9 @@ from typing import Any
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout
 
+ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "target", "ground_truth", "chosen")
+"""Usual names of the column with the reference, the first one that a row fills."""
+
 
 def reference(rollout: Rollout, column: str) -> Any:
     """Return the value of a column of the data row. Raises `DataError` if it is missing or null."""

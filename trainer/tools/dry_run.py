@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.rewards.functions import JUDGES
+from lockstep.rewards.functions.answers import ANSWER_COLUMNS
 from lockstep.rewards.resolve import MODEL
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
@@ -69,8 +70,6 @@ MAX_SHOWN_TOKENS = 1500
 """Length above which a row loses its middle."""
 SLOW_REWARDS = {MODEL, *JUDGES}
 """Reward functions that load weights or call another machine."""
-ANSWER_COLUMNS = ("answer", "solution", "completion", "response", "target", "ground_truth", "chosen")
-"""The first of these in a row is the text of the assistant's turns."""
 PLACEHOLDER = "(the model's answer)"
 NOTHING_SAMPLED = "nothing was sampled, because its prompt fills the context; raise rollout.max_model_len"
 

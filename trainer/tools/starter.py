@@ -1,0 +1,189 @@
+"""Settings file for a task of one's own, written from a look at its rows (`lockstep init`).
+
+What all rows that were looked at show is proposed, with the reason beside it. What they do not show is left open and
+named: the model always, the reward where no column holds a reference of a kind that a built-in function reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.rewards.functions.answers import ANSWER_COLUMNS
+from lockstep.rewards.functions.numbers import only_number
+from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, is_empty
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.trainer.data.datasets import is_file, load_rows
+from lockstep.trainer.data.reader import Row
+
+LOOKED_AT = 200
+"""Rows from which proposals are made."""
+QUESTIONS = ("problem", "instruction", "query", "input", "task", "text")
+"""Usual names of the column with the prompt, beside those that are read without being named."""
+REFERENCES = (*ANSWER_COLUMNS, "result", "expected", "label", "output", "final_answer")
+HELD_OUT = ("heldout", "test", "valid", "validation", "val", "dev", "eval")
+"""Words that stand in the name of a file of held-out rows where that of the training rows has `train`."""
+SHORT = 60
+"""Most characters of a reference that an answer is expected to repeat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A value of the file, with the reason."""
+
+    value: str | None
+    """None: it is left open."""
+    reason: str
+
+
+def prompt_column(rows: Sequence[Row]) -> Proposal:
+    """Propose the column with the prompt: one that is read by itself, one of a usual name, or the only texts."""
+    known = next((name for name in PROMPT_COLUMNS if _is_filled(rows, name)), None)
+    if known is not None:
+        return Proposal(value=known, reason=f"column {known} is read as the prompt")
+    texts = [name for name in rows[0] if all(isinstance(row.get(name), str) and row[name].strip() for row in rows)]
+    usual = next((name for name in QUESTIONS if name in texts), None)
+    if usual is not None:
+        return Proposal(value=usual, reason="its name is usual for a prompt")
+    others = [name for name in texts if name not in REFERENCES]
+    if len(others) == 1:
+        return Proposal(value=others[0], reason="the only column with a text in every row, beside the reference")
+    return Proposal(value=None, reason=f"no column is named like a prompt; there are {_listed(rows[0])}")
+
+
+def reference_column(rows: Sequence[Row], *, prompt: str | None) -> Proposal:
+    """Propose the column with the reference answer."""
+    names = [name for name in REFERENCES if name != prompt and _is_filled(rows, name)]
+    if names:
+        others = f"; {_listed(names[1:])} might be, too" if names[1:] else ""
+        return Proposal(value=names[0], reason=f"its name is usual for a reference{others}")
+    return Proposal(value=None, reason="no column is named like a reference answer")
+
+
+def reward_function(rows: Sequence[Row], reference: str | None) -> Proposal:
+    """Propose a built-in reward for the values of the reference column."""
+    if reference is None:
+        return Proposal(value=None, reason="no column holds a reference answer")
+    values = [row[reference] for row in rows]
+    if all(only_number(value) is not None for value in values):
+        return Proposal(value="numeric", reason=f"each {reference} states one number")
+    if not all(isinstance(value, str) for value in values):
+        return Proposal(value=None, reason=f"{reference} is not a text in every row, so only you know what is right")
+    if any(sign in value for value in values for sign in ("\\frac", "\\sqrt", "\\boxed", "^{", "$")):
+        return Proposal(value="math_equal", reason=f"{reference} has formulas; needs pip install 'lockstep-rl[math]'")
+    if all(len(value) <= SHORT and "\n" not in value for value in values):
+        return Proposal(value="exact_match", reason=f"each {reference} is a short text, which the answer has to equal")
+    return Proposal(value=None, reason=f"{reference} has long texts, which an answer will not repeat word for word")
+
+
+def held_out_file(path: str) -> str | None:
+    """Return the file beside the training rows whose name says that it is held out."""
+    place = Path(path).expanduser()
+    if not is_file(path) or "train" not in place.stem:
+        return None
+    names = (place.with_name(place.name.replace("train", word)) for word in HELD_OUT)
+    return next((str(name) for name in names if name.is_file()), None)
+
+
+def starter(data: str, *, model: str | None = None, split: str = "train", out: Path) -> str:
+    """Return the text of a settings file for the rows at a path.
+
+    data: file or hub id. out: where the text will be written; paths in it are relative to that. Raises `DataError` or
+    `ConfigError` if the rows cannot be read.
+    """
+    loaded = load_rows(data, split)
+    rows = list(islice(loaded, LOOKED_AT))
+    prompt = prompt_column(rows)
+    last = rows[0].get(prompt.value or "", None)
+    if isinstance(last, Sequence) and last and isinstance(last[-1], Mapping) and last[-1].get("role") == "assistant":
+        raise ConfigError(
+            f"{data}: column {prompt.value} ends with the assistant's turn in the first row, so these are "
+            "demonstrations; train on them with algorithm=sft (docs/demonstrations.md)"
+        )
+    reference = reference_column(rows, prompt=prompt.value)
+    reward = reward_function(rows, reference.value)
+    path = _relative(data, out)
+    held_out = held_out_file(data)
+    renamed = {
+        **({"prompt": prompt.value} if prompt.value and prompt.value not in PROMPT_COLUMNS else {}),
+        **({"answer": reference.value} if reward.value and reference.value != "answer" else {}),
+    }
+    columns = ", ".join(f"{name}: {_yaml(column)}" for name, column in renamed.items())
+    lines = [
+        f"# A run on {path}, proposed by `lockstep init` from {len(rows)} of its {len(loaded)} rows. Change what is",
+        "# wrong, then look at the whole without an engine, and train:",
+        f"#     lockstep train {out.name} dry_run=true",
+        f"#     lockstep train {out.name}",
+        "# docs/settings_file.md says what may stand here, docs/settings.md lists all settings.",
+        "",
+        "model:",
+        f"  path: {_yaml(model or '')}  # a directory or a hub id" + ("" if model else "; left open: write it here"),
+        "",
+        "data:",
+        f"  path: {_yaml(path)}",
+        f"  heldout_path: {_yaml(held_out and _relative(held_out, out))}  # "
+        + ("a file of that name lies beside it" if held_out else "rows for evaluations, which are never trained"),
+        *([f"  split: {_yaml(split)}"] if not is_file(data) and split != "train" else []),
+        f"  # columns: {_listed(rows[0])}",
+        f"  # prompt: {prompt.reason}" + ("" if prompt.value else "; left open: write columns: {prompt: <column>}"),
+        f"  # reference: {reference.reason}",
+        *([f"  columns: {{{columns}}}  # as the environment and the reward read them"] if columns else []),
+        "",
+        "environment:",
+        "  name: single_turn  # one answer to each prompt; tools, games and agents: docs/environments.md",
+        "",
+        "reward:",
+        f"  functions: [{reward.value or ''}]  # {reward.reason}"
+        + ("" if reward.value else "; left open: write [rewards.py:name], a function f(rollout) of yours"),
+        "",
+        "rollout:",
+        "  prompts_per_step: 16",
+        "  samples_per_prompt: 8  # answers that are compared with each other",
+        "  # max_tokens_per_turn: 512  # longer answers are cut",
+        "",
+        "updates: 100",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_starter(data: str, out: Path, *, model: str | None = None, split: str = "train") -> list[str]:
+    """Write the settings file; return what is left open, a sentence each.
+
+    Raises `ConfigError` if the file exists, and as `starter`.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists and is not overwritten; write --out <another name>, or remove it")
+    text = starter(data, model=model, split=split, out=out)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error.strerror}") from error
+    return [line.strip() for line in text.splitlines() if "left open" in line]
+
+
+def _is_filled(rows: Sequence[Row], name: str) -> bool:
+    return all(not is_empty(row.get(name)) for row in rows)
+
+
+def _relative(path: str, out: Path) -> str:
+    """Return a file's path as a settings file at `out` names it; hub ids stay."""
+    place = Path(path).expanduser().absolute()
+    folder = out.absolute().parent
+    return place.relative_to(folder).as_posix() if place.is_file() and place.is_relative_to(folder) else path
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    is_plain = isinstance(value, str) and re.fullmatch(r"\w[\w./-]*", value) and yaml.safe_load(value) == value
+    return value if is_plain else json.dumps(value)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(_yaml, names)) or "none"
