@@ -45,9 +45,9 @@ class Proposal:
 
 def prompt_column(rows: Sequence[Row]) -> Proposal:
     """Propose the column with the prompt: one that is read by itself, one of a usual name, or the only texts."""
-    known = next((name for name in PROMPT_COLUMNS if _is_filled(rows, name)), None)
-    if known is not None:
-        return Proposal(value=known, reason=f"column {known} is read as the prompt")
+    name = next((name for name in PROMPT_COLUMNS if _is_filled(rows, name)), None)
+    if name is not None:
+        return Proposal(value=name, reason=f"column {name} is read as the prompt")
     texts = [name for name in rows[0] if all(isinstance(row.get(name), str) and row[name].strip() for row in rows)]
     usual = next((name for name in QUESTIONS if name in texts), None)
     if usual is not None:
