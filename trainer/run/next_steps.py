@@ -1,15 +1,18 @@
-"""End of a run in words: what it has reached, and commands to continue, evaluate and inspect it."""
+"""A run in words: its task, what it has reached, and commands to continue, evaluate and inspect it."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lockstep.trainer.command_line import settings_files
+from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings
@@ -108,6 +111,24 @@ def next_steps(
         **trackers,
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
+
+
+def typed_words() -> list[str]:
+    """Return the command line of this process, with the content of its settings file in place of its name."""
+    if not settings_files(sys.argv[1:]):
+        return sys.argv[1:]
+    from lockstep.trainer.settings_file import with_file  # other runs do not load it
+
+    return with_file(sys.argv[1:])
+
+
+def described_task(config: Config) -> str:
+    """Return the task of this process in words, as `describe_task` and with values that a settings file keeps."""
+    if not settings_files(sys.argv[1:]):
+        return describe_task(config, sys.argv[1:])
+    from lockstep.trainer.settings_file import describe_command  # other runs do not load it
+
+    return describe_command(config)
 
 
 def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: str) -> str:

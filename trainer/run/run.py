@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -32,11 +31,10 @@ from lockstep.trainer.run.assembly import Assembly, Parts, choose
 from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
 from lockstep.trainer.run.interrupt import TERMINATED, Interrupt
 from lockstep.trainer.run.library_logs import ThirdPartyLog
-from lockstep.trainer.run.next_steps import resume_command
+from lockstep.trainer.run.next_steps import described_task, resume_command, typed_words
 from lockstep.trainer.run.provenance import with_hashes
 from lockstep.trainer.run.report import Reporter
 from lockstep.trainer.run.state import launcher_of, open_metrics, restore_state, save_model, save_state, state_of
-from lockstep.trainer.settings_file import describe_command, with_file
 from lockstep.trainer.update.schedule import is_due
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
         directory, _lock = open_run(config, distributed)
         libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
         with libraries.shown_on_failure(), BackgroundLoop() as loop:
-            console.say(f"run directory  {directory.path}\n{describe_command(config)}")
+            console.say(f"run directory  {directory.path}\n{described_task(config)}")
             for sentence in messages:
                 console.warn(sentence)
             if config.resume == "auto" and start is None:
@@ -274,7 +272,7 @@ class Life:
         status = f"update {self._saved_at} is saved" if self._saved_at > 0 else "no update is saved"
         status += f" (update {whole.update} is not, because {problem})" if problem else ""
         command = resume_command(
-            with_file(sys.argv[1:]),
+            typed_words(),
             run=self._directory.path,
             updates=self._config.updates,
             launcher=launcher_of(self._distributed),

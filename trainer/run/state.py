@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,8 @@ from lockstep.trainer.observe.metrics_log import MetricsLog
 from lockstep.trainer.observe.trackers.view import lockstep, program, short_path
 from lockstep.trainer.observe.trackers.wandb_run import Lineage
 from lockstep.trainer.run.assembly import Parts
-from lockstep.trainer.run.next_steps import next_steps
+from lockstep.trainer.run.next_steps import next_steps, typed_words
 from lockstep.trainer.run.provenance import provenance
-from lockstep.trainer.settings_file import with_file
 from lockstep.trainer.update.entropy_control import EntropyControl
 
 if TYPE_CHECKING:
@@ -159,7 +157,7 @@ def save_model(
     console.say(
         next_steps(
             config,
-            with_file(sys.argv[1:]),
+            typed_words(),
             run=directory.path,
             model=directory.model,
             adapter=adapter,

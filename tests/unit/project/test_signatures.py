@@ -11,7 +11,7 @@ from tests.fixtures.paths import ROOT
 
 FOLDERS = ("trainer", "rollout", "rewards", "lab", "demo", "integrations")
 MOST = 10
-MOST_CONFIGS = 57
+MOST_CONFIGS = 58
 """Parameters and fields that are the whole `Config`; others take a section, or the values that they use."""
 
 

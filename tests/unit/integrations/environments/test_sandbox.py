@@ -223,7 +223,7 @@ def test_it_has_the_optional_parts_of_an_environment():
         ({"sandbox": "docker"}, "sandbox=docker has no image; set environment.settings.image=python:3.12-slim"),
         ({"sandbox": "docker", "image": ""}, "image='' is not a text"),
         ({"sandbox": "docker", "image": "a", "unsafe": True}, "unsafe is for sandbox=local"),
-        ({"sandbox": "remote"}, r"url=None is not the address .*serve_sandbox.py\); set environment.settings.url=http"),
+        ({"sandbox": "remote"}, r"url=None is not the address .*serve-sandbox\); set environment.settings.url=http"),
         ({"sandbox": "remote", "url": "ftp://a"}, "url=ftp://a is not the address"),
         ({"sandbox": "remote", "url": "http://a", "token_env": "NO_SUCH"}, "token_env=NO_SUCH is not set"),
         ({"sandboxes": 1}, "unexpected keyword argument 'sandboxes'"),

@@ -80,7 +80,7 @@ def test_a_broken_directory_is_refused_in_a_sentence(sound: Path, tmp_path: Path
 
 
 def test_a_language_model_is_refused_as_a_reward_model(sound: Path) -> None:
-    with pytest.raises(ConfigError, match=r"score\.weight.*language model.*train_reward_model"):
+    with pytest.raises(ConfigError, match=r"score\.weight.*language model.*train-reward-model"):
         load_reward_model(sound / "language model")
 
 

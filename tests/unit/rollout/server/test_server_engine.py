@@ -468,11 +468,11 @@ def test_a_wrong_key_names_the_setting(loop: BackgroundLoop) -> None:
     [
         ("model_config", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
         ("scheduler_config", {"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
-        ("model_config", {"dtype": "strange"}, "serve_engine.py"),
-        ("parallel_config", {"world_size": None}, "serve_engine.py"),
-        ("parallel_config", {"world_size": -1}, "serve_engine.py"),
-        ("model_config", {"dtype": "nn"}, "serve_engine.py"),
-        ("model_config", {"max_model_len": 0}, "serve_engine.py"),
+        ("model_config", {"dtype": "strange"}, "lockstep serve-engine"),
+        ("parallel_config", {"world_size": None}, "lockstep serve-engine"),
+        ("parallel_config", {"world_size": -1}, "lockstep serve-engine"),
+        ("model_config", {"dtype": "nn"}, "lockstep serve-engine"),
+        ("model_config", {"max_model_len": 0}, "lockstep serve-engine"),
     ],
 )
 def test_a_server_with_unusable_samples_is_refused_with_the_flag(

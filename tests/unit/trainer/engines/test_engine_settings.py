@@ -233,9 +233,7 @@ def test_a_server_for_adapters_and_a_run_that_sends_whole_weights_are_told_apart
             made.model.lora.rank = 16
             assert not connected(), "merged, for a server without adapters"
             made.model.lora.send = "adapter"
-            with pytest.raises(
-                ConfigError, match=r"restart it with `python scripts/serve_engine\.py model\.lora\.rank=16`"
-            ):
+            with pytest.raises(ConfigError, match=r"restart it with `lockstep serve-engine model\.lora\.rank=16`"):
                 connected()
             server.info = {"vllm_config": {**SERVER_INFO["vllm_config"], "lora_config": {"max_lora_rank": 8}}}
             with pytest.raises(ConfigError, match=r"up to rank 8, .* restart it with --max-lora-rank 16"):
@@ -248,7 +246,7 @@ def test_a_server_for_adapters_and_a_run_that_sends_whole_weights_are_told_apart
             made.model.lora.rank, made.model.adapters = 0, {"last": "runs/a"}
             assert connected(), "evaluation and gateways only name adapters"
             server.info = SERVER_INFO
-            with pytest.raises(ConfigError, match=r"no adapters; .*serve_engine\.py 'model.adapters={last: runs/a}'"):
+            with pytest.raises(ConfigError, match=r"no adapters; .*serve-engine 'model.adapters={last: runs/a}'"):
                 connected()
         finally:
             loop.run(context.__aexit__(None, None, None))
@@ -262,7 +260,7 @@ def test_a_server_for_adapters_and_a_run_that_sends_whole_weights_are_told_apart
         ("gpt_oss_mxfp4", None, "mxfp4", None),
         (None, "fp8_per_block", None, r"has rollout\.quantization=fp8_per_block; .* set rollout\.quantization=null$"),
         ("fp8_per_block", None, None, r"or set rollout\.quantization=fp8_per_block$"),
-        (None, None, "mxfp4", r"quantization=null, and this run has quantized weights \(mxfp4\); .*serve_engine\.py`$"),
+        (None, None, "mxfp4", r"quantization=null, and this run has quantized weights \(mxfp4\); .*serve-engine`$"),
     ],
 )
 def test_a_server_must_quantize_as_the_run_says(

@@ -230,7 +230,7 @@ def test_a_language_model_and_a_classifier_of_two_labels_are_refused_as_reward_m
     change_config(tmp_path / "policy", num_labels=1)
     said = refusal(PLACES["reward.settings.model.path"](sound, tmp_path / "policy"))
     assert "It is a language model (Qwen3ForCausalLM)" in said
-    assert "train_reward_model.py" in said
+    assert "train-reward-model" in said
 
 
 ADAPTER = "adapter_model.safetensors"
