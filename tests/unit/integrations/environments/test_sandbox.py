@@ -71,12 +71,12 @@ class TestEpisodes:
             tool_call("shell", command="echo on"),
             tool_call("python", program="print(1)"),
             tool_call("shell", command=7),
-            timeout_s=1.0, output_bytes=200,
+            timeout_s=4.0, output_bytes=200,
         )  # fmt: skip
         found = results(rollout)
-        assert found[0] == "killed after 1 s"
+        assert found[0] == "killed after 4 s"
         assert found[1] == "killed by signal 11 (SIGSEGV)"
-        assert found[2] == "killed after 1 s\n" + "\n".join("y" * 100) + "\n[output cut here]"
+        assert found[2] == "killed after 4 s\n" + "\n".join("y" * 100) + "\n[output cut here]"
         assert found[3].startswith("exit status 1\nstderr:\nTraceback (most recent call last):\n")
         assert found[3].endswith("ZeroDivisionError: division by zero")
         assert "MemoryError" in found[4]
