@@ -97,9 +97,7 @@ def test_a_run_that_ends_by_an_error_saves_its_last_update_and_goes_on(
     (command,) = {line.partition("to go on: ")[2] for line in done.stderr.splitlines() if "to go on" in line}
     assert "update 2 is saved; to go on: " in done.stderr
     words = shlex.split(command)
-    resumed = run_ranks(
-        LAUNCHERS[launcher], "scripts/train.py", *words[words.index("scripts/train.py") + 1 :], timeout_s=400
-    )
+    resumed = run_ranks(LAUNCHERS[launcher], "scripts/train.py", *words[words.index("train") + 1 :], timeout_s=400)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "at update 2" in resumed.stdout
     lines = lines_of(tmp_path)
