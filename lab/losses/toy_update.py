@@ -114,7 +114,7 @@ def report_of(
     config = Config(algorithm=AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01, **algorithm))
     config.model.critic = "shared"
     policy = Policy(tiny_model())
-    module = with_critic(policy, config.model, has_critic=config.plan.has_critic)
+    module = with_critic(policy, config.model, has_critic=config.plan.has_critic, engine_context=None)
     if config.plan.has_critic:  # a new head is 0 everywhere
         nn.init.normal_(list(module.parameters())[-1], std=0.3, generator=torch.Generator().manual_seed(1))
     batch, targets, extreme = toy_step(module, config.algorithm)

@@ -167,7 +167,7 @@ class ActorCritic(nn.Module):
 
 
 def with_critic(
-    policy: Policy, model: ModelConfig, *, has_critic: bool, engine_context: int | None = None
+    policy: Policy, model: ModelConfig, *, has_critic: bool, engine_context: int | None
 ) -> Policy | ActorCritic:
     """Return the module to train: the policy, with a critic if it has one. engine_context: as in `DecoderSetup`."""
     if not has_critic:

@@ -6,7 +6,7 @@ named: the model always, the reward where no column holds a reference of a kind 
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,10 +117,10 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
     }
     columns = ", ".join(f"{name}: {_yaml(column)}" for name, column in renamed.items())
     lines = [
-        f"# A run on {path}, proposed by `lockstep init` from {len(rows)} of its {len(loaded)} rows. Change what is",
+        f"# A run on {_yaml(path)}, proposed by `lockstep init` from {len(rows)} of {len(loaded)} rows. Change what is",
         "# wrong, then look at the whole without an engine, and train:",
-        f"#     lockstep train {out.name} dry_run=true",
-        f"#     lockstep train {out.name}",
+        f"#     lockstep train {_yaml(out.name)} dry_run=true",
+        f"#     lockstep train {_yaml(out.name)}",
         "# docs/settings_file.md says what may stand here, docs/settings.md lists all settings.",
         "",
         "model:",
@@ -182,7 +182,9 @@ def _relative(path: str, out: Path) -> str:
 def _yaml(value: Any) -> str:
     """Return a value as YAML on one line."""
     is_plain = isinstance(value, str) and re.fullmatch(r"\w[\w./-]*", value) and yaml.safe_load(value) == value
-    return value if is_plain else json.dumps(value)
+    if value is None or is_plain:
+        return "null" if value is None else value
+    return yaml.safe_dump(value, default_style='"', width=math.inf).rstrip("\n")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ def moved(model_dir: str, distributed: Distributed, warmup: int) -> torch.Tensor
     config = Config(algorithm=algorithm)
     config.model.path, config.optimizer.lr = model_dir, 1e-3
     torch.manual_seed(0)
-    module = with_critic(Policy.from_pretrained(model_dir), config.model, has_critic=True)
+    module = with_critic(Policy.from_pretrained(model_dir), config.model, has_critic=True, engine_context=None)
     optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
     prepared = distributed.prepare(module, optimizer)
 

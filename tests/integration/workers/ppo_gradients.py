@@ -43,7 +43,7 @@ def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) 
     config.share_prefixes = "never" if "apart" in flags else "auto"
     config.model.gradient_checkpointing = checkpointing
     policy = Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing)
-    module = with_critic(policy, config.model, has_critic=True)
+    module = with_critic(policy, config.model, has_critic=True, engine_context=None)
     assert isinstance(module, ActorCritic)
     trunk = module.policy.causal_lm.get_decoder() if critic == "shared" else module.critic.get_submodule("decoder")
     runs = count_runs({"pack": module, "layer": trunk.get_submodule("layers.0")})

@@ -54,7 +54,7 @@ def test_the_planned_shape_is_that_of_the_loaded_modules(
     config = Config(model=model, algorithm=AlgorithmConfig(advantage=algorithm))
     has_critic = config.plan.has_critic
     policy = Policy.from_pretrained(tmp_path, lora=model.lora)
-    module = with_critic(policy, model, has_critic=has_critic)
+    module = with_critic(policy, model, has_critic=has_critic, engine_context=None)
     (tmp_path / "model.safetensors").unlink()  # planning reads no weights
     shape = planned_shape(model, config.algorithm, has_critic=has_critic)
     assert shape == ModelShape.of(module, policy.model, policy.causal_lm.config)

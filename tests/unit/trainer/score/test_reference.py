@@ -74,7 +74,7 @@ def test_with_a_critic_the_kl_of_an_unchanged_policy_is_exactly_zero(
 ) -> None:
     settings = config(model_dir, 0.1)
     settings.algorithm.advantage, settings.model.critic = "gae", critic
-    module = with_critic(Policy.from_pretrained(model_dir), settings.model, has_critic=True)
+    module = with_critic(Policy.from_pretrained(model_dir), settings.model, has_critic=True, engine_context=None)
     distributed = FakeRank(module)
     scorer = Scorer(module, distributed, temperature=1.0, token_budget=4096)
     reference = make_reference(settings, distributed, module)

@@ -51,6 +51,7 @@ def test_the_reward_fits_every_reference(tmp_path: Path, answers: list[Any], rew
         ({"prompt": "p", "ground_truth": "4", "label": "x"}, {"answer": "ground_truth"}),
         ({"a": "p", "b": "q", "answer": "4"}, None),
         ({"a\n: b": "p", "answer": "4"}, {"prompt": "a\n: b"}),
+        ({"😀\x7f\x85\u2028": "p", "answer": "4"}, {"prompt": "😀\x7f\x85\u2028"}),
     ],
 )
 def test_columns_of_other_names_are_renamed(
