@@ -15,6 +15,7 @@ ALLOWED = {
     "rollout/environments/prompt.py": "refuses a prompt that ends with an assistant turn",
     "rollout/episode/demonstration.py": "trains all assistant turns of a conversation that was not sampled",
     "trainer/checks/conversations.py": "refuses demonstrations without a turn to train",
+    "trainer/tools/starter.py": "refuses to propose a run on demonstrations",
     "lab/reward_model/data.py": "reads comparisons, which were not sampled",
     "trainer/observe/transcript.py": "gives roles colors",
     "rollout/episode/contract.py": "checks the messages that an environment returns",

@@ -304,13 +304,13 @@ async def test_an_agent_that_does_not_end_in_time_fails_its_rollout(kind):
         await asyncio.sleep(60)
 
     def blocks(base_url, api_key, example):
-        time.sleep(3)
+        time.sleep(15)
 
     started = time.perf_counter()
     (rollout,) = await collect(hangs if kind == "async" else blocks, engine_saying("fine<|im_end|>"), timeout_s=0.2)
     assert rollout.status is RolloutStatus.FAILED
     assert "did not finish" in (rollout.error or "")
-    assert time.perf_counter() - started < 2.5
+    assert time.perf_counter() - started < 12
 
 
 async def test_an_agent_without_a_request_fails_its_rollout():

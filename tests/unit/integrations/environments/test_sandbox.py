@@ -92,7 +92,7 @@ class TestEpisodes:
         started = time.monotonic()
         calls = both(*[tool_call("python", code="while True: pass")] * 6)
         rollout = await episode(calls, timeout_s=1.0, episode_timeout_s=2.0)
-        assert time.monotonic() - started < 8.0
+        assert time.monotonic() - started < 30
         assert results(rollout)[0] == "killed after 1 s"
         assert results(rollout)[-1] == "error: TimeoutError: the programs of this episode have used their 2 s"
 
@@ -120,9 +120,9 @@ class TestEpisodes:
 
         counting = asyncio.create_task(ticks())
         started = time.monotonic()
-        sleeps = [episode(tool_call("shell", command="sleep 1")) for _ in range(4)]
+        sleeps = [episode(tool_call("shell", command="sleep 4")) for _ in range(4)]
         assert [results(rollout) for rollout in await asyncio.gather(*sleeps)] == [["exit status 0"]] * 4
-        assert time.monotonic() - started < 3.5
+        assert time.monotonic() - started < 14
         counting.cancel()
         assert await counting > 40
 

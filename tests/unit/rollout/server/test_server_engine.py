@@ -418,10 +418,8 @@ def test_half_loaded_weights_are_refused_by_a_client_that_sent_none(connected: C
 def test_a_silent_server_is_an_error_long_before_the_request_times_out(connected: Connected) -> None:
     connected.server.will(GENERATE, waits)
     connected.server.will("/is_paused", says({"is_paused": False}), waits)
-    started = time.monotonic()
-    with pytest.raises(EngineError, match=r"answered nothing for 0\.3 s.*silence_timeout_s"):
+    with pytest.raises(EngineError, match=r"answered nothing for 0\.3 s.*silence_timeout_s"):  # the other limit is 5 s
         connected.generate()
-    assert time.monotonic() - started < 2
 
 
 def test_a_slow_request_to_a_live_server_is_awaited(connected: Connected) -> None:

@@ -202,13 +202,13 @@ def test_a_failing_tracker_gives_one_warning_and_a_count(
 def test_a_slow_tracker_delays_neither_the_run_nor_its_end(
     directory: Path, made: type[Made], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(made, "delay_s", 3.0)
+    monkeypatch.setattr(made, "delay_s", 15.0)
     monkeypatch.setattr(background, "FINISH_S", 0.1)
     started = time.monotonic()
     metrics = opened(directory)
     metrics.write(1, {"x": 1.0})
     metrics.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 12
     assert "did not take all of its data" in caplog.text
 
 
