@@ -8,6 +8,7 @@
                 checkpoints/step-N/   for resuming; `manifest.json` is written last
                 dumps/                batches of refused updates (trainer/update/batch_dumps.py)
                 model/                the trained policy, for `from_pretrained`
+                hub/                  what was published: files of the model, and its card
                 critic/               with algorithm.advantage=gae: the critic, for model.critic_path
                 trackers/             files of TensorBoard, MLflow and SwanLab
                 logs/                 output of the engine and other libraries
@@ -51,6 +52,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.dumps = path / "dumps"
         self.model = path / "model"
+        self.hub = path / "hub"
         self.critic = path / "critic"
         self.logs = path / "logs"
         self.profile = path / "profile"

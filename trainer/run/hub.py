@@ -1,118 +1,274 @@
-"""Upload of the trained model to the Hugging Face hub with a model card, if `hub.repo` is set.
+"""Publication of a run's model on the Hugging Face hub, at its end (`hub.repo`) or later (`lockstep publish`).
 
-The card holds base model, data, rewards, algorithm, and the last evaluation with its intervals. It holds no local paths
-and no other settings.
+    files of the model ─► folder with card and curve ─► checked: nothing private, valid front matter ─► uploaded
+
+The folder is complete before anything is sent. It stays, so an upload that fails or is offline is repeated by `hf
+upload`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
-from collections.abc import Mapping
+import shlex
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import huggingface_hub
 import yaml
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from omegaconf import OmegaConf
 
-from lockstep.rollout.errors import HubError
-from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig
-from lockstep.trainer.config.groups.outputs_settings import HubConfig
+from lockstep.rollout.errors import ConfigError, DataError, HubError
+from lockstep.rollout.system.plain_files import behind_link, read_plain, write_whole
+from lockstep.trainer.checkpoint.checkpoint import check
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.checks.names import HUB_ID
+from lockstep.trainer.compose import drop_keys, to_config, unknown_keys
 from lockstep.trainer.config.redaction import redact_text
+from lockstep.trainer.config.saved_config import read_saved
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.data.datasets import is_file, is_made
 from lockstep.trainer.observe.metrics_log import read_metrics
+from lockstep.trainer.observe.trackers.view import short_path
+from lockstep.trainer.run.model_card import CURVE, TrainedModel, is_local, model_card, public, reward_curve
+from lockstep.trainer.settings_file import fit
 
 CARD = "README.md"
+ADAPTER = "adapter"
+WEIGHTS = "*.safetensors"
+TOKENIZER = (
+    *("tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template*"),
+)
+MODEL = (WEIGHTS, "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json")
+"""Names of what is uploaded of a directory: no optimizer states, no rollouts, nothing else that lies there."""
+_MARK = "<!-- made by lockstep publish: {} -->\n"
+_ADVICE = {
+    401: "log in with `hf auth login`, or set HF_TOKEN to a token that may write",
+    403: "use a token that may write there, or name a repository of yours",
+    404: "check the user or organization in the name",
+}
 
 
-def push(model: Path, settings: HubConfig, *, card: str, updates: int) -> str:
-    """Upload weights and card, and return the address. updates: of the model, for the message of the commit.
+def publish(
+    path: Path,
+    repo: str,
+    *,
+    private: bool | None = None,
+    checkpoint: int | None = None,
+    adapter: bool = False,
+    out: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Write the folder of a run's model with its card, and upload it unless the hub is offline or `out` names a folder.
 
-    Raises `HubError` if the hub refuses or cannot be reached; the local model is unchanged.
+    Args:
+        private: for a new repository; None: `hub.private` of the run.
+        checkpoint: update whose checkpoint is published; None: the model that the run has left.
+        adapter: leave out the weights that the adapter was merged into.
+        out: folder to write; None: `hub/` in the run.
+
+    Raises `LockstepError`: no run or model there, a folder in use, something private in the files, a failed upload.
     """
-    repo = settings.repo
-    assert repo is not None, "call only with hub.repo set"
-    (model / CARD).write_text(card, encoding="utf-8")
+    if not HUB_ID.fullmatch(repo):
+        raise HubError(f"{repo} is not the id of a repository; expected <user or organization>/<name>, as me/my-model")
+    run = RunDirectory(behind_link(path))
+    config = _saved_config(run)
+    private = config.hub.private if private is None else private
+    lines = read_metrics(run.metrics) if run.metrics.is_file() else []
+    update = max((int(line["step"]) for line in lines), default=0) if checkpoint is None else checkpoint
+    lines = [line for line in lines if line["step"] <= update]
+    folder = run.hub if out is None else out
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise HubError(f"--out {out} is in use; name a new folder, or remove it")
+    with TemporaryDirectory(dir=run.path, prefix=".hub-") as temporary:
+        if checkpoint is not None:
+            _export(run, config, checkpoint, Path(temporary))
+        files, is_adapter = _files(run, Path(temporary) if checkpoint is not None else run.model, adapter=adapter)
+        _write(folder, files, is_own=out is None)
+    model = TrainedModel(
+        config=config, lines=lines, provenance=_provenance(run), update=update, adapter=is_adapter, repo=repo
+    )
+    _write_card(folder, run, model, say)
+    _refuse_private(folder, run)
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+    say(f"{short_path(folder)}: {len(sizes)} files, {sum(sizes.values()) / 1e6:.1f} MB")
+    for name, size in sizes.items():
+        say(f"  {size / 1e6:10.3f} MB  {name}")
+    command = f"hf upload {repo} {shlex.quote(short_path(folder))} . --{'' if private else 'no-'}private"
+    if out is not None or huggingface_hub.constants.is_offline_mode():
+        say(f"nothing was uploaded{' (HF_HUB_OFFLINE)' if out is None else ''}; upload it with: {command}")
+        return
+    _upload(folder, repo, private=private, message=f"{update} updates", command=command, say=say)
+
+
+def _saved_config(run: RunDirectory) -> Config:
+    """Read the settings of a run; those of another version are left out. Raises `ConfigError`."""
+    if not run.config.is_file():
+        raise ConfigError(f"{run.path} is not the directory of a run: it has no config.yaml; name one, as runs/latest")
+    tree = read_saved(run.config)
+    drop_keys(tree, unknown_keys(tree))
+    values: Any = OmegaConf.to_container(tree)
+    return to_config(fit(values, run.config))
+
+
+def _provenance(run: RunDirectory) -> Mapping[str, Any]:
+    try:
+        values = json.loads(read_plain(run.provenance)) if run.provenance.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{run.provenance} cannot be read: {error}; remove it to publish without versions") from error
+    return values if isinstance(values, Mapping) else {}
+
+
+def _export(run: RunDirectory, config: Config, update: int, directory: Path) -> None:
+    """Write the model, or the adapter, and the tokenizer of a checkpoint. Raises `HubError` without it."""
+    from lockstep.trainer.build import make_chat  # a finished run has its model
+    from lockstep.trainer.checkpoint.export import export_model
+
+    place = run.checkpoints / f"step-{update}"
+    if (problem := "is not there" if not place.is_dir() else check(place)) is not None:
+        others = ", ".join(sorted(one.name.removeprefix("step-") for one in run.checkpoints.glob("step-*")))
+        raise HubError(f"{place} {problem}; set --checkpoint to one of: {others or 'none is there'}")
+    config.model.trust_remote_code = False  # others may have written the run
+    make_chat(config.model, history=config.environment.history).tokenizer.save_pretrained(directory)
+    if (place / ADAPTER).is_dir():
+        shutil.copytree(place / ADAPTER, directory / ADAPTER)
+    else:
+        export_model(place, config, directory)
+
+
+def _files(run: RunDirectory, source: Path, *, adapter: bool) -> tuple[dict[str, Path], bool]:
+    """Return the files of a model by their names in the repository, and True if it is an adapter alone."""
+    own = _named(source, (*MODEL, *TOKENIZER))
+    of_adapter = _named(source / ADAPTER, MODEL)
+    has_weights = any(fnmatch(name, WEIGHTS) for name in own) and "config.json" in own
+    if of_adapter and (adapter or not has_weights):
+        return {**_named(source, TOKENIZER), **of_adapter}, True
+    if adapter or not has_weights:
+        expected = f"{ADAPTER}/{MODEL[-1]}" if adapter else "config.json and *.safetensors"
+        found = ", ".join(sorted(entry.name for entry in source.iterdir())) if source.is_dir() else "no such directory"
+        saved = ", ".join(sorted(place.name.removeprefix("step-") for place in run.checkpoints.glob("step-*")))
+        raise HubError(
+            f"{source} holds no {'adapter' if adapter else 'model'}: found {found or 'nothing'}, expected {expected}; "
+            + (f"name a checkpoint with --checkpoint, one of {saved}" if saved else "let the run reach its end first")
+        )
+    return {**own, **{f"{ADAPTER}/{name}": file for name, file in of_adapter.items()}}, False
+
+
+def _named(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+    """Return the regular files of a directory whose names match; a link could lead to any file of the user."""
+    files = sorted(directory.iterdir()) if directory.is_dir() else []
+    is_model = {file.name: file for file in files if any(fnmatch(file.name, pattern) for pattern in patterns)}
+    return {name: file for name, file in is_model.items() if file.is_file() and not file.is_symlink()}
+
+
+def _write(folder: Path, files: Mapping[str, Path], *, is_own: bool) -> None:
+    """Copy the files, without local paths in their JSON. is_own: large files of the run's own folder are links."""
+    for directory in (folder, folder / ADAPTER):
+        for file in _named(directory, (*MODEL, *TOKENIZER, CURVE)).values():  # of an earlier publication
+            file.unlink()
+    for name, file in files.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("config.json"):
+            write_whole(target, json.dumps(_without_paths(json.loads(read_plain(file))), indent=2).encode())
+            continue
+        try:
+            (os.link if is_own and fnmatch(name, WEIGHTS) else shutil.copyfile)(file, target)
+        except OSError:  # another file system
+            shutil.copyfile(file, target)
+
+
+def _without_paths(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _without_paths(item, key) for key, item in value.items()}
+    is_path = isinstance(value, str) and name.endswith("name_or_path") and is_local(value)
+    return public(value) if is_path else value
+
+
+def _write_card(folder: Path, run: RunDirectory, model: TrainedModel, say: Callable[[str], None]) -> None:
+    """Write curve and card. A card that somebody has edited, in the folder or beside the model, is kept."""
+    picture = reward_curve(model)
+    if picture is None:
+        say("the card has no reward curve: no rewards, or no matplotlib (pip install 'lockstep-rl[plot]')")
+    else:
+        write_whole(folder / CURVE, picture)
+    for card in (folder / CARD, run.model / CARD):
+        if card.is_file() and not _is_made(text := read_plain(card)):
+            say(f"{short_path(card)} is edited by hand, so it is the card; delete it for one made of the run")
+            break
+    else:
+        text = str(model_card(model, has_curve=picture is not None))
+        text += _MARK.format(_digest(text))
+    try:
+        huggingface_hub.ModelCard(text)
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise HubError(f"the front matter of {card} cannot be read ({error}); correct or delete it") from error
+    write_whole(folder / CARD, text.encode())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_made(card: str) -> bool:
+    """Return True for a card as `_write_card` wrote it."""
+    text = card[: -len(_MARK.format(_digest("")))]
+    return card == text + _MARK.format(_digest(text))
+
+
+def _refuse_private(folder: Path, run: RunDirectory) -> None:
+    """Raise `HubError` if the card or a file of settings has a secret, a local path or the name of this machine."""
+    for name in (CARD, *(f"{place}{file}" for place in ("", f"{ADAPTER}/") for file in MODEL if "*" not in file)):
+        text = (folder / name).read_text(errors="replace") if (folder / name).is_file() else ""
+        for problem in _private(text, run):
+            raise HubError(
+                f"{folder / name} names {problem}, and nothing was uploaded; remove it in the run, then publish again"
+            )
+
+
+def _private(text: str, run: RunDirectory) -> Iterator[str]:
+    for place in (str(Path.home()), str(run.path.resolve().parent)):
+        if len(place) > 1 and re.search(rf"{re.escape(place)}(?![\w-])", text):
+            yield f"the local path {place}"
+    host = socket.gethostname()
+    if host != "localhost" and re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text):
+        yield f"this machine, {host}"
+    if redact_text(text) != text:
+        yield "what looks like a secret"
+
+
+def _upload(folder: Path, repo: str, *, private: bool, message: str, command: str, say: Callable[[str], None]) -> None:
+    """Upload the folder as a commit on top of what the repository has. Raises `HubError`; the folder is kept."""
     try:
         api = huggingface_hub.HfApi()  # the token is that of `hf auth login`, or HF_TOKEN
-        address = api.create_repo(repo, private=settings.private, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=str(model), commit_message=f"{updates} updates")
-    except (HfHubHTTPError, OSError, ValueError) as error:
+        huggingface_hub.ModelCard.load(folder / CARD).validate()
+        try:
+            info = api.model_info(repo)
+        except RepositoryNotFoundError:
+            info = None
+        others = [one.rfilename for one in (info and info.siblings) or () if one.rfilename != ".gitattributes"]
+        if info is not None and others:
+            stay = [name for name in others if not (folder / name).is_file()]
+            say(
+                f"{repo} exists ({'private' if info.private else 'public'}) with {len(others)} files; this is one more "
+                f"commit on top of them, and {', '.join(stay) or 'no other file'} of it stays"
+            )
+        address = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except Exception as error:  # of many kinds: the client's, the transport's, of the card
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise HubError(
-            f"hub.repo={repo}: the upload failed ({str(error).splitlines()[0]}); the model is in {model}; upload it "
-            f"with: hf upload {repo} {model}"
+            f"{repo}: the upload failed ({redact_text(lines[0])}); "
+            f"{_ADVICE.get(status or 0, 'try again when the hub can be reached')}; {short_path(folder)} is complete: "
+            f"publish again, or type: {command}"
         ) from error
-    return str(address)
-
-
-def model_card(config: Config, metrics: Mapping[str, float]) -> str:
-    """Return the card as Markdown, with the front matter that the hub reads. metrics: last value of each metric of the
-    run."""
-    sets = config.data.training_sets().values()
-    data = [data_set.path for data_set in sets]
-    base = _public(config.model.path)
-    front = {
-        "base_model": base,
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["lockstep", "reinforcement-learning", config.algorithm.name],
-        "datasets": [
-            redact_text(one.path) for one in sets if not (one.is_saved or is_file(one.path) or is_made(one.path))
-        ],
-    }
-    front = {name: value for name, value in front.items() if value}
-    rollout = config.rollout
-    facts = {
-        "base model": base,
-        "data": ", ".join(_public(path) for path in data),
-        "environment": config.environment.name.rpartition("/")[2],
-        "rewards": ", ".join(spec.rpartition("/")[2] for spec in config.reward.functions),
-        "algorithm": config.algorithm.name,
-        "rollout correction": config.correction.mode,
-        "updates": str(config.updates),
-        "rollouts per batch": f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples",
-        "longest answer": f"{rollout.max_tokens_per_turn} tokens per turn, {config.max_turns} turns",
-        "learning rate": f"{config.optimizer.peak_lr:g} ({config.optimizer.name}, {config.optimizer.schedule})",
-        "adapters": f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "none",
-        "seed": str(config.seed),
-    }
-    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    return (
-        f"---\n{yaml.safe_dump(front, sort_keys=False).strip()}\n---\n\n"
-        f"# {(config.hub.repo or base).rpartition('/')[2]}\n\n"
-        f"{base}, trained with reinforcement learning by Lockstep.\n\n"
-        f"| | |\n|---|---|\n{table}\n\n{_evaluation(config.heldout_sets(), config.eval.temperature, metrics)}\n"
-    )
-
-
-def last_metrics(path: Path) -> dict[str, float]:
-    """Return the last value of every metric in metrics.jsonl; empty without a file. Raises `DataError`."""
-    lines = read_metrics(path) if path.is_file() else ()
-    return {name: value for line in lines for name, value in line.items() if value is not None}
-
-
-def _evaluation(sets: Mapping[str, DataSetConfig], temperature: float, metrics: Mapping[str, float]) -> str:
-    """Return the section on the last evaluation of each data set."""
-    rows = []
-    for name, data_set in sets.items():
-        prefix = f"eval/{name}/" if name else "eval/"
-        if f"{prefix}reward_mean" not in metrics:
-            continue
-        samples = round(metrics[f"{prefix}rollouts"] / metrics[f"{prefix}prompts"])
-        title = _public(data_set.path)
-        rows.append(f"| {title} | mean@{samples} | {metrics[f'{prefix}reward_mean']:.3f} | |")
-        matches = (re.fullmatch(rf"{re.escape(prefix)}pass@(\d+)", key) for key in metrics)
-        for k in sorted(int(match[1]) for match in matches if match):
-            low, high = metrics[f"{prefix}pass@{k}_low"], metrics[f"{prefix}pass@{k}_high"]
-            rows.append(f"| {title} | pass@{k} | {metrics[f'{prefix}pass@{k}']:.3f} | {low:.3f} to {high:.3f} |")
-    if not rows:
-        return "The run was not evaluated."
-    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    head = f"Evaluated with these rewards, {how}; intervals are at 95 %, over prompts."
-    return "\n".join([head, "", "| data | | value | interval |", "|---|---|---|---|", *rows])
-
-
-def _public(path: str) -> str:
-    """Return a hub id or an address without its secrets, and only the last part of a local path."""
-    is_local = is_file(path) or path.startswith(("/", ".", "~", SAVED_ROLLOUTS)) or Path(path).exists()
-    return redact_text(Path(path).name if is_local else path)
+    say(f"uploaded       {address}")

@@ -168,11 +168,10 @@ def save_model(
         )
     )
     if config.hub.repo is not None and update >= config.updates:
-        from lockstep.trainer.run.hub import last_metrics, model_card, push  # other runs do not load it
+        from lockstep.trainer.run.hub import publish  # other runs do not load it
 
         try:
-            card = model_card(config, last_metrics(directory.metrics))
-            console.say(f"uploaded       {push(directory.model, config.hub, card=card, updates=config.updates)}")
+            publish(directory.path, config.hub.repo, say=console.say)
         except Exception as error:  # the run is over and its model saved: only the remaining step is printed
             console.warn(str(error))
 

@@ -1,0 +1,45 @@
+"""Model of a checkpoint as a directory for `from_pretrained`, on one process, from the state of any ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from lockstep.rollout.errors import CheckpointError
+from lockstep.rollout.models.loading import load_model
+from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
+from lockstep.trainer.checkpoint.checkpoint import MANIFEST, UNREADABLE
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.distributed.unsharded_state import PARAMETERS, open_state
+
+
+def export_model(checkpoint: Path, config: Config, directory: Path) -> None:
+    """Write the policy of a complete checkpoint, which is not one of adapters, without code of the model's directory.
+
+    Raises `ConfigError` if model.path cannot be loaded, `CheckpointError` if the checkpoint is of another model, or of
+    ZeRO ranks with a critic, whose shards are not read here.
+    """
+    model = load_model(
+        LANGUAGE_MODEL, config.model.path, setting="model.path", dtype="float32", trust_remote_code=False
+    )
+    prefix = "policy.model." if config.plan.has_critic else "model."
+    parameters = {f"{prefix}{name}": parameter for name, parameter in model.named_parameters()}
+    zero_stage = json.loads((checkpoint / MANIFEST).read_text())["zero_stage"]
+    try:
+        if zero_stage:
+            state = open_state(checkpoint, trained=list(parameters), zero_stage=zero_stage)
+            tensors = {name: state(name).weight for name in parameters}
+        else:
+            weights = safe_open(checkpoint / PARAMETERS, framework="pt")
+            tensors = {name: weights.get_tensor(name) for name in parameters}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[name])
+    except UNREADABLE as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{checkpoint} does not fit {config.model.path}: {error}; let the run end") from error
+    model.save_pretrained(directory)
