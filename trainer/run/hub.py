@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -225,7 +224,7 @@ def _is_made(card: str) -> bool:
 
 
 def _refuse_private(folder: Path, run: RunDirectory) -> None:
-    """Raise `HubError` if the card or a file of settings has a secret, a local path or the name of this machine."""
+    """Raise `HubError` if the card or a file of settings has a secret or a local path."""
     for name in (CARD, *(f"{place}{file}" for place in ("", f"{ADAPTER}/") for file in MODEL if "*" not in file)):
         text = (folder / name).read_text(errors="replace") if (folder / name).is_file() else ""
         for problem in _private(text, run):
@@ -238,9 +237,6 @@ def _private(text: str, run: RunDirectory) -> Iterator[str]:
     for place in (str(Path.home()), str(run.path.resolve().parent)):
         if len(place) > 1 and re.search(rf"{re.escape(place)}(?![\w-])", text):
             yield f"the local path {place}"
-    host = socket.gethostname()
-    if host != "localhost" and re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text):
-        yield f"this machine, {host}"
     if redact_text(text) != text:
         yield "what looks like a secret"
 
