@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,6 +20,7 @@ from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.saved_rollouts import read_rollouts
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.evaluate.results import compare, read_results
+from lockstep.trainer.run.hub import publish
 from tests.fixtures import wandb_files
 from tests.fixtures.composed import DEMO
 from tests.fixtures.forked_python import forked_python
@@ -84,7 +86,7 @@ def first_run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     output = train(
         *demo, *SMALL, "updates=12", f"run_root={root}", "run_name=first", "checkpoint.every=4", "eval.every=12",
         "eval.before_training=true", "eval.prompts=24", "eval.samples_per_prompt=2", "eval.temperature=1.5",
-        "eval.top_p=0.95", "logger.wandb=offline",
+        "eval.top_p=0.95", "logger.wandb=offline", "hub.repo=me/first",
     )  # fmt: skip
     return root / "first", output
 
@@ -127,6 +129,21 @@ def test_every_update_has_one_line_with_its_evidence(first_run: tuple[Path, str]
         assert line["sync/canary_abs_diff"] < 1e-3
         assert line["sync/version"] == line["step"]
         assert line["rollout_correction/version_lag_max"] == 0
+
+
+def test_the_end_of_the_run_and_its_last_checkpoint_are_published_with_the_same_weights(
+    first_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    run, output = first_run
+    assert "nothing was uploaded (HF_HUB_OFFLINE); upload it with: hf upload me/first" in output
+    publish(run, "me/first", checkpoint=12, out=tmp_path / "out")
+    models = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (run / "hub", tmp_path / "out")]
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+    for folder in (run / "hub", tmp_path / "out"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template
+        results = ModelCard.load(folder / "README.md").data.eval_results
+        assert [result.metric_type for result in results or ()] == ["pass@1", "pass@2", "mean reward"]
+        assert str(ROOT) not in (folder / "README.md").read_text()
 
 
 def test_the_run_is_evaluated_before_and_after_on_the_same_seeds(first_run: tuple[Path, str]) -> None:

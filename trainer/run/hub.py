@@ -26,7 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from omegaconf import OmegaConf
 
 from lockstep.rollout.errors import ConfigError, DataError, HubError
-from lockstep.rollout.system.plain_files import behind_link, read_plain, write_whole
+from lockstep.rollout.system.plain_files import behind_link, read_plain
 from lockstep.trainer.checkpoint.checkpoint import check
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.checks.names import HUB_ID
@@ -46,7 +46,7 @@ TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template*"),
 )
-MODEL = (WEIGHTS, "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json")
+MODEL = (WEIGHTS, "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json", "*.py")
 """Names of what is uploaded of a directory: no optimizer states, no rollouts, nothing else that lies there."""
 _MARK = "<!-- made by lockstep publish: {} -->\n"
 _ADVICE = {
@@ -84,19 +84,27 @@ def publish(
     lines = read_metrics(run.metrics) if run.metrics.is_file() else []
     update = max((int(line["step"]) for line in lines), default=0) if checkpoint is None else checkpoint
     lines = [line for line in lines if line["step"] <= update]
-    folder = run.hub if out is None else out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HubError(f"--out {out} is in use; name a new folder, or remove it")
+    folder = run.hub if out is None else out
     with TemporaryDirectory(dir=run.path, prefix=".hub-") as temporary:
+        source, staged = run.model, Path(temporary) / "hub"
         if checkpoint is not None:
-            _export(run, config, checkpoint, Path(temporary))
-        files, is_adapter = _files(run, Path(temporary) if checkpoint is not None else run.model, adapter=adapter)
-        _write(folder, files, is_own=out is None)
-    model = TrainedModel(
-        config=config, lines=lines, provenance=_provenance(run), update=update, adapter=is_adapter, repo=repo
-    )
-    _write_card(folder, run, model, say)
-    _refuse_private(folder, run)
+            source = Path(temporary)
+            _export(run, config, checkpoint, source)
+        files, is_adapter = _files(run, source, adapter=adapter)
+        _copy(files, staged)
+        model = TrainedModel(
+            config=config, lines=lines, provenance=_provenance(run), update=update, adapter=is_adapter, repo=repo
+        )
+        _write_card(staged, run, model, say)
+        _refuse_private(staged, run)
+        if out is not None:
+            shutil.copytree(staged, out, dirs_exist_ok=True)
+        else:
+            if run.hub.exists():
+                shutil.rmtree(run.hub)
+            staged.rename(run.hub)
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
     say(f"{short_path(folder)}: {len(sizes)} files, {sum(sizes.values()) / 1e6:.1f} MB")
     for name, size in sizes.items():
@@ -132,9 +140,8 @@ def _export(run: RunDirectory, config: Config, update: int, directory: Path) -> 
     from lockstep.trainer.checkpoint.export import export_model
 
     place = run.checkpoints / f"step-{update}"
-    if (problem := "is not there" if not place.is_dir() else check(place)) is not None:
-        others = ", ".join(sorted(one.name.removeprefix("step-") for one in run.checkpoints.glob("step-*")))
-        raise HubError(f"{place} {problem}; set --checkpoint to one of: {others or 'none is there'}")
+    if (problem := check(place) if place.is_dir() else "is not there") is not None:
+        raise HubError(f"{place} {problem}; set --checkpoint to one of: {_saved_updates(run) or 'none is there'}")
     config.model.trust_remote_code = False  # others may have written the run
     make_chat(config.model, history=config.environment.history).tokenizer.save_pretrained(directory)
     if (place / ADAPTER).is_dir():
@@ -143,21 +150,22 @@ def _export(run: RunDirectory, config: Config, update: int, directory: Path) -> 
         export_model(place, config, directory)
 
 
+def _saved_updates(run: RunDirectory) -> str:
+    return ", ".join(sorted((place.name[5:] for place in run.checkpoints.glob("step-*")), key=lambda n: (len(n), n)))
+
+
 def _files(run: RunDirectory, source: Path, *, adapter: bool) -> tuple[dict[str, Path], bool]:
     """Return the files of a model by their names in the repository, and True if it is an adapter alone."""
-    own = _named(source, (*MODEL, *TOKENIZER))
-    of_adapter = _named(source / ADAPTER, MODEL)
+    own, of_adapter = _named(source, (*MODEL, *TOKENIZER)), _named(source / ADAPTER, MODEL)
     has_weights = any(fnmatch(name, WEIGHTS) for name in own) and "config.json" in own
     if of_adapter and (adapter or not has_weights):
         return {**_named(source, TOKENIZER), **of_adapter}, True
     if adapter or not has_weights:
-        expected = f"{ADAPTER}/{MODEL[-1]}" if adapter else "config.json and *.safetensors"
-        found = ", ".join(sorted(entry.name for entry in source.iterdir())) if source.is_dir() else "no such directory"
-        saved = ", ".join(sorted(place.name.removeprefix("step-") for place in run.checkpoints.glob("step-*")))
-        raise HubError(
-            f"{source} holds no {'adapter' if adapter else 'model'}: found {found or 'nothing'}, expected {expected}; "
-            + (f"name a checkpoint with --checkpoint, one of {saved}" if saved else "let the run reach its end first")
-        )
+        kind, expected = ("adapter", f"{ADAPTER}/") if adapter else ("model", f"config.json and {WEIGHTS}")
+        entries = ", ".join(sorted(entry.name for entry in source.iterdir())) if source.is_dir() else "no directory"
+        saved = _saved_updates(run)
+        advice = f"name a checkpoint with --checkpoint, one of {saved}" if saved else "let the run reach its end first"
+        raise HubError(f"{source} holds no {kind}: found {entries or 'nothing'}, expected {expected}; {advice}")
     return {**own, **{f"{ADAPTER}/{name}": file for name, file in of_adapter.items()}}, False
 
 
@@ -168,20 +176,17 @@ def _named(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     return {name: file for name, file in is_model.items() if file.is_file() and not file.is_symlink()}
 
 
-def _write(folder: Path, files: Mapping[str, Path], *, is_own: bool) -> None:
-    """Copy the files, without local paths in their JSON. is_own: large files of the run's own folder are links."""
-    for directory in (folder, folder / ADAPTER):
-        for file in _named(directory, (*MODEL, *TOKENIZER, CURVE)).values():  # of an earlier publication
-            file.unlink()
+def _copy(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy files into a new folder, without local paths in their JSON; weights are links where that is possible."""
     for name, file in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith("config.json"):
-            write_whole(target, json.dumps(_without_paths(json.loads(read_plain(file))), indent=2).encode())
+            target.write_text(json.dumps(_without_paths(json.loads(read_plain(file))), indent=2))
             continue
         try:
-            (os.link if is_own and fnmatch(name, WEIGHTS) else shutil.copyfile)(file, target)
-        except OSError:  # another file system
+            (os.link if fnmatch(name, WEIGHTS) else shutil.copyfile)(file, target)
+        except OSError:  # a file system without links
             shutil.copyfile(file, target)
 
 
@@ -193,24 +198,23 @@ def _without_paths(value: Any, name: str = "") -> Any:
 
 
 def _write_card(folder: Path, run: RunDirectory, model: TrainedModel, say: Callable[[str], None]) -> None:
-    """Write curve and card. A card that somebody has edited, in the folder or beside the model, is kept."""
+    """Write curve and card. A card that somebody has edited, in `hub/` or beside the model, is kept."""
     picture = reward_curve(model)
     if picture is None:
         say("the card has no reward curve: no rewards, or no matplotlib (pip install 'lockstep-rl[plot]')")
     else:
-        write_whole(folder / CURVE, picture)
-    for card in (folder / CARD, run.model / CARD):
-        if card.is_file() and not _is_made(text := read_plain(card)):
-            say(f"{short_path(card)} is edited by hand, so it is the card; delete it for one made of the run")
-            break
-    else:
-        text = str(model_card(model, has_curve=picture is not None))
-        text += _MARK.format(_digest(text))
+        (folder / CURVE).write_bytes(picture)
+    cards = [card for card in (run.hub / CARD, run.model / CARD) if card.is_file() and not _is_made(read_plain(card))]
+    for card in cards[:1]:
+        say(f"{short_path(card)} is edited by hand, so it is the card; delete it for one made of the run")
+    text = read_plain(cards[0]) if cards else str(model_card(model, has_curve=picture is not None))
     try:
         huggingface_hub.ModelCard(text)
     except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise HubError(f"the front matter of {card} cannot be read ({error}); correct or delete it") from error
-    write_whole(folder / CARD, text.encode())
+        raise HubError(f"the front matter cannot be read ({error}); correct or delete {cards[0]}") from error
+    if cards[:1] != [run.hub / CARD]:  # edits of what is written now are seen next time
+        text += _MARK.format(_digest(text))
+    (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def _digest(text: str) -> str:
@@ -218,7 +222,7 @@ def _digest(text: str) -> str:
 
 
 def _is_made(card: str) -> bool:
-    """Return True for a card as `_write_card` wrote it."""
+    """Return True for a card that is as `_write_card` wrote it."""
     text = card[: -len(_MARK.format(_digest("")))]
     return card == text + _MARK.format(_digest(text))
 
@@ -228,9 +232,7 @@ def _refuse_private(folder: Path, run: RunDirectory) -> None:
     for name in (CARD, *(f"{place}{file}" for place in ("", f"{ADAPTER}/") for file in MODEL if "*" not in file)):
         text = (folder / name).read_text(errors="replace") if (folder / name).is_file() else ""
         for problem in _private(text, run):
-            raise HubError(
-                f"{folder / name} names {problem}, and nothing was uploaded; remove it in the run, then publish again"
-            )
+            raise HubError(f"{name} has {problem}, so nothing is uploaded; remove it in {run.path}, then publish again")
 
 
 def _private(text: str, run: RunDirectory) -> Iterator[str]:

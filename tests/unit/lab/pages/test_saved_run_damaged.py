@@ -16,8 +16,7 @@ from lockstep.lab.replay import checkpoints_up_to, saved_step
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import read_newest_rollouts, read_rollouts, write_rollouts
-from lockstep.trainer.observe.metrics_log import BATCH
-from lockstep.trainer.run.hub import last_metrics
+from lockstep.trainer.observe.metrics_log import BATCH, read_metrics
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 from tests.unit.lab.pages.test_run_report import line, rollout, write_run
@@ -95,7 +94,7 @@ class TestTools:
         assert status == 0, said
         assert len(SavedRun.read(run).lines) == 3
         assert saved_step(run, 3).num_steps == 2
-        assert last_metrics(run / "metrics.jsonl")["step"] == 3
+        assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 3
 
     def test_a_line_without_the_number_of_its_batch_is_not_replayed(self, run: Path):
         (run / "metrics.jsonl").write_text(json.dumps(line(3) | {BATCH: None}) + "\n")
@@ -115,7 +114,7 @@ class TestTools:
             status, said = tool(f"scripts/{script}.py", run)
             assert status == 1, said
             assert "metrics.jsonl:2 is not a line of metrics" in said
-        for read in (lambda: saved_step(run, 3), lambda: last_metrics(run / "metrics.jsonl")):
+        for read in (lambda: saved_step(run, 3), lambda: read_metrics(run / "metrics.jsonl")):
             with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
                 read()
 

@@ -262,10 +262,14 @@ def test_a_card_edited_by_hand_is_kept(run: Path, hub: HubServer) -> None:
     publish(run, REPO, say=said.append)
     assert any("hub/README.md is edited by hand, so it is the card" in line for line in said)
     assert b"# My model" in hub.repos[REPO]["README.md"]
-    card.unlink()
     (run / "model/README.md").write_text("---\nlicense: mit\n---\nMine")
     publish(run, REPO, say=said.append)
-    assert hub.repos[REPO]["README.md"] == b"---\nlicense: mit\n---\nMine"
+    assert b"# My model" in hub.repos[REPO]["README.md"]  # the edited one in hub/ counts first
+    (run / "hub/README.md").unlink()
+    for text in ("Mine", "Mine, again"):
+        (run / "model/README.md").write_text(f"---\nlicense: mit\n---\n{text}")
+        publish(run, REPO, say=said.append)
+        assert hub.repos[REPO]["README.md"].startswith(f"---\nlicense: mit\n---\n{text}<!--".encode())
 
 
 def test_files_of_an_earlier_publication_do_not_stay(run: Path, home: Path, hub: HubServer) -> None:
