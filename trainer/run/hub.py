@@ -156,10 +156,10 @@ def _saved_updates(run: RunDirectory) -> str:
 
 def _files(run: RunDirectory, source: Path, *, adapter: bool) -> tuple[dict[str, Path], bool]:
     """Return the files of a model by their names in the repository, and True if it is an adapter alone."""
-    own, of_adapter = _named(source, (*MODEL, *TOKENIZER)), _named(source / ADAPTER, MODEL)
+    own, of_adapter = _matching(source, (*MODEL, *TOKENIZER)), _matching(source / ADAPTER, MODEL)
     has_weights = any(fnmatch(name, WEIGHTS) for name in own) and "config.json" in own
     if of_adapter and (adapter or not has_weights):
-        return {**_named(source, TOKENIZER), **of_adapter}, True
+        return {**_matching(source, TOKENIZER), **of_adapter}, True
     if adapter or not has_weights:
         kind, expected = ("adapter", f"{ADAPTER}/") if adapter else ("model", f"config.json and {WEIGHTS}")
         entries = ", ".join(sorted(entry.name for entry in source.iterdir())) if source.is_dir() else "no directory"
@@ -169,7 +169,7 @@ def _files(run: RunDirectory, source: Path, *, adapter: bool) -> tuple[dict[str,
     return {**own, **{f"{ADAPTER}/{name}": file for name, file in of_adapter.items()}}, False
 
 
-def _named(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
+def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
     """Return the regular files of a directory whose names match; a link could lead to any file of the user."""
     files = sorted(directory.iterdir()) if directory.is_dir() else []
     is_model = {file.name: file for file in files if any(fnmatch(file.name, pattern) for pattern in patterns)}
@@ -198,7 +198,7 @@ def _without_paths(value: Any, name: str = "") -> Any:
 
 
 def _write_card(folder: Path, run: RunDirectory, model: TrainedModel, say: Callable[[str], None]) -> None:
-    """Write curve and card. A card that somebody has edited, in `hub/` or beside the model, is kept."""
+    """Write curve and card. A card that a user has edited, in `hub/` or beside the model, is kept."""
     picture = reward_curve(model)
     if picture is None:
         say("the card has no reward curve: no rewards, or no matplotlib (pip install 'lockstep-rl[plot]')")

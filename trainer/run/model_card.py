@@ -15,6 +15,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from lockstep.rollout.engine.adapters import RANKS, buffer_rank
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.paths import path_exists
 from lockstep.trainer.config.redaction import override_value, redact_text
@@ -38,7 +39,7 @@ _LOCAL = ("/", ".", "~", "models/", "runs/", "data/", SAVED_ROLLOUTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """What a card describes."""
+    """A model of a run, as its card describes it."""
 
     config: Config
     lines: Sequence[Mapping[str, Any]]
@@ -217,7 +218,7 @@ def _evaluation(config: Config, before: Mapping[str, EvalResult], after: Mapping
     results = {metric: result for values in columns.values() for metric, result in values.items()}
     rows = [
         [result.dataset_name, result.metric_type, *(_cell(values.get(metric)) for values in columns.values())]
-        for metric, result in results.items()
+        for metric, result in sorted(results.items(), key=lambda one: (one[1].dataset_name, len(one[0]), one[0]))
     ]
     head = f"Sampled with {how}, {config.eval.samples_per_prompt} per prompt; values with 95 % intervals over prompts."
     return f"{head}\n\n{_table(['data', 'value', *columns], rows)}"
@@ -225,13 +226,12 @@ def _evaluation(config: Config, before: Mapping[str, EvalResult], after: Mapping
 
 def _use(model: TrainedModel, base: str) -> str:
     if model.adapter:
-        name, rank = model.repo.rpartition("/")[2], model.config.model.lora.rank
-        loading = ("peft", "AutoPeftModelForCausalLM")
+        name, rank = model.repo.rpartition("/")[2], buffer_rank(min(model.config.model.lora.rank, RANKS[-1]))
+        package, kind = "peft", "AutoPeftModelForCausalLM"
         serving = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={model.repo}"
     else:
-        loading = ("transformers", "AutoModelForCausalLM")
+        package, kind = "transformers", "AutoModelForCausalLM"
         serving = f"vllm serve {model.repo}"
-    package, kind = loading
     return (
         f"```python\nfrom {package} import {kind}\nfrom transformers import AutoTokenizer\n\n"
         f'model = {kind}.from_pretrained("{model.repo}")\n'
