@@ -48,7 +48,7 @@ TOKENIZER = (
 )
 MODEL = (WEIGHTS, "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json", "*.py")
 """Names of what is uploaded of a directory: no optimizer states, no rollouts, nothing else that lies there."""
-_MARK = "<!-- made by lockstep publish: {} -->\n"
+_MARK = "\n<!-- made by lockstep publish: {} -->\n"
 _ADVICE = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a token that may write",
     403: "use a token that may write there, or name a repository of yours",
@@ -262,8 +262,9 @@ def _upload(folder: Path, repo: str, *, private: bool, message: str, command: st
         address = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
     except Exception as error:  # of many kinds: the client's, the transport's, of the card
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        cause = error.__cause__ or error if isinstance(error, RuntimeError) else error
+        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+        lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
         raise HubError(
             f"{repo}: the upload failed ({redact_text(lines[0])}); "
             f"{_ADVICE.get(status or 0, 'try again when the hub can be reached')}; {short_path(folder)} is complete: "

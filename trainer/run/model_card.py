@@ -212,7 +212,7 @@ def _evaluation(config: Config, before: Mapping[str, EvalResult], after: Mapping
     if not before and not after:
         return "The run was not evaluated."
     temperature = config.eval.temperature
-    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    how = "greedily" if temperature == 0 else f"at temperature {temperature:g}"
     columns = {"before training": before, **{f"update {update}": values for update, values in after.items()}}
     columns = {title: values for title, values in columns.items() if values}
     results = {metric: result for values in columns.values() for metric, result in values.items()}
@@ -220,20 +220,22 @@ def _evaluation(config: Config, before: Mapping[str, EvalResult], after: Mapping
         [result.dataset_name, result.metric_type, *(_cell(values.get(metric)) for values in columns.values())]
         for metric, result in sorted(results.items(), key=lambda one: (one[1].dataset_name, len(one[0]), one[0]))
     ]
-    head = f"Sampled with {how}, {config.eval.samples_per_prompt} per prompt; values with 95 % intervals over prompts."
+    head = f"Sampled {how}, {config.eval.samples_per_prompt} per prompt; values with 95 % intervals over prompts."
     return f"{head}\n\n{_table(['data', 'value', *columns], rows)}"
 
 
 def _use(model: TrainedModel, base: str) -> str:
     if model.adapter:
         name, rank = model.repo.rpartition("/")[2], buffer_rank(min(model.config.model.lora.rank, RANKS[-1]))
-        package, kind = "peft", "AutoPeftModelForCausalLM"
+        kind = "AutoPeftModelForCausalLM"
+        imports = f"from peft import {kind}\nfrom transformers import AutoTokenizer"
         serving = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={model.repo}"
     else:
-        package, kind = "transformers", "AutoModelForCausalLM"
+        kind = "AutoModelForCausalLM"
+        imports = f"from transformers import {kind}, AutoTokenizer"
         serving = f"vllm serve {model.repo}"
     return (
-        f"```python\nfrom {package} import {kind}\nfrom transformers import AutoTokenizer\n\n"
+        f"```python\n{imports}\n\n"
         f'model = {kind}.from_pretrained("{model.repo}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{model.repo}")\n```\n\n```bash\n{serving}\n```'
     )

@@ -133,7 +133,7 @@ def test_a_run_becomes_a_private_repository_with_a_card(run: Path, hub: HubServe
         "![Mean reward over updates](reward.png)",
         "| torch | 2.9.0 |",
         "| commit of lockstep | c0ffee |",
-        "lockstep train model.path=Qwen/Qwen3-0.6B",
+        "lockstep train updates=40 model.path=Qwen/Qwen3-0.6B data.path=openai/gsm8k",
         'AutoModelForCausalLM.from_pretrained("me/better")',
         "vllm serve me/better",
     ):
@@ -269,7 +269,7 @@ def test_a_card_edited_by_hand_is_kept(run: Path, hub: HubServer) -> None:
     for text in ("Mine", "Mine, again"):
         (run / "model/README.md").write_text(f"---\nlicense: mit\n---\n{text}")
         publish(run, REPO, say=said.append)
-        assert hub.repos[REPO]["README.md"].startswith(f"---\nlicense: mit\n---\n{text}<!--".encode())
+        assert hub.repos[REPO]["README.md"].startswith(f"---\nlicense: mit\n---\n{text}\n<!--".encode())
 
 
 def test_files_of_an_earlier_publication_do_not_stay(run: Path, home: Path, hub: HubServer) -> None:
