@@ -58,8 +58,9 @@ def model_card(model: TrainedModel, *, has_curve: bool) -> ModelCard:
     sets = list(config.data.training_sets().values())
     base, name = public(config.model.path), model.repo.rpartition("/")[2]
     before, after = _evaluations(model)
+    is_here = is_local(config.model.path)
     data = ModelCardData(
-        base_model=None if is_local(config.model.path) else base,
+        base_model=None if is_here else base,
         library_name="peft" if model.adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["lockstep", *(["reinforcement-learning"] if config.has_rollouts else []), config.algorithm.name],
@@ -77,6 +78,7 @@ def model_card(model: TrainedModel, *, has_curve: bool) -> ModelCard:
         "## Evaluation",
         _evaluation(config, before, after),
         "## Use",
+        f"{base} is not on the hub: load it first, then the adapter on it." if model.adapter and is_here else "",
         _use(model, base),
         "## Reproduce",
         f"```bash\nlockstep train {_words(config)}\n```",
@@ -112,6 +114,7 @@ def reward_curve(model: TrainedModel) -> bytes | None:
             panel.plot(*zip(*points, strict=True), style, label=label.replace("$", r"\$"))
     if not panel.lines:
         return None
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.25)
     panel.legend(frameon=False)
     picture = io.BytesIO()
