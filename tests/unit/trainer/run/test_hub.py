@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -27,7 +26,7 @@ from tests.fixtures.paths import ROOT
 
 REPO = "me/better"
 SECRET = "hf_" + "S3cret" * 4
-WHOLE = ["README.md", "config.json", "model.safetensors", "reward.png", "tokenizer.json", "tokenizer_config.json"]
+WHOLE = ["README.md", "config.json", "curve.png", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
 @pytest.fixture
@@ -104,7 +103,7 @@ def test_a_run_becomes_a_private_repository_with_a_card(run: Path, hub: HubServe
     publish(run, REPO, say=said.append)
     assert sorted(hub.repos[REPO]) == [".gitattributes", *WHOLE]
     assert hub.repos[REPO]["model.safetensors"] == (run / "model/model.safetensors").read_bytes()
-    assert hub.repos[REPO]["reward.png"].startswith(b"\x89PNG")
+    assert hub.repos[REPO]["curve.png"].startswith(b"\x89PNG")
     assert (hub.visibility, hub.messages) == ({REPO: "private"}, ["40 updates"])
     assert hub.calls.index("validate") < hub.calls.index("create") < hub.calls.index("put") < hub.calls.index("commit")
     assert [line.split()[-1] for line in said[1:7]] == WHOLE
@@ -130,7 +129,7 @@ def test_a_run_becomes_a_private_repository_with_a_card(run: Path, hub: HubServe
         "| data | value | before training | update 40 |",
         "| test.jsonl | mean reward | 0.250 [0.054, 0.446] | 0.500 [0.304, 0.696] |",
         "| test.jsonl | pass@1 | 0.250 [0.050, 0.450] | 0.500 [0.300, 0.700] |",
-        "![Mean reward over updates](reward.png)",
+        "![Mean reward over updates](curve.png)",
         "| torch | 2.9.0 |",
         "| commit of lockstep | c0ffee |",
         "lockstep train updates=40 model.path=Qwen/Qwen3-0.6B data.path=openai/gsm8k",
@@ -187,7 +186,7 @@ def test_an_adapter_is_published_alone(run: Path, home: Path, hub: HubServer, is
     if is_quantized:  # then no merged model is saved
         (run / "model/model.safetensors").unlink()
     publish(run, REPO, adapter=not is_quantized, say=lambda line: None)
-    expected = ["adapter_config.json", "adapter_model.safetensors", "reward.png", "tokenizer.json"]
+    expected = ["adapter_config.json", "adapter_model.safetensors", "curve.png", "tokenizer.json"]
     assert sorted(hub.repos[REPO]) == [".gitattributes", "README.md", *expected, "tokenizer_config.json"]
     assert json.loads(hub.repos[REPO]["adapter_config.json"]) == {"r": 8, "base_model_name_or_path": "base"}
     card = ModelCard.load(REPO)
@@ -337,4 +336,3 @@ def test_the_command_publishes_and_names_problems(run: Path, home: Path) -> None
 
 def test_nothing_is_uploaded_by_default() -> None:
     assert Config().hub.repo is None
-    assert huggingface_hub.constants.HF_HUB_OFFLINE
