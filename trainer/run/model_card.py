@@ -100,6 +100,7 @@ def reward_curve(model: TrainedModel) -> bytes | None:
     """Return a picture of the mean reward in training and on held-out data; None without matplotlib or rewards."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return None
     heldout = {
@@ -114,7 +115,7 @@ def reward_curve(model: TrainedModel) -> bytes | None:
             panel.plot(*zip(*points, strict=True), style, label=label.replace("$", r"\$"))
     if not panel.lines:
         return None
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.grid(alpha=0.25)
     panel.legend(frameon=False)
     picture = io.BytesIO()
