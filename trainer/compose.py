@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,15 +70,6 @@ def unknown_keys(tree: DictConfig, config_class: type = Config) -> list[str]:
     """Return the keys of a tree that are no settings."""
     setting_keys, free_prefixes = known_keys(config_class), tuple(f"{name}." for name in free_form(config_class()))
     return [key for key in all_keys(tree) if key not in setting_keys and not key.startswith(free_prefixes)]
-
-
-def drop_keys(tree: DictConfig, keys: Iterable[str]) -> None:
-    """Remove keys from a tree in place; those that are not there are left out."""
-    for key in keys:
-        place, _, last = key.rpartition(".")
-        section = OmegaConf.select(tree, place) if place else tree
-        if isinstance(section, DictConfig):  # others may have written the file
-            section.pop(last, None)
 
 
 def to_config(tree: DictConfig, config_class: type = Config) -> Any:

@@ -14,11 +14,11 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.names import resume_problems
-from lockstep.trainer.compose import CONFIG_DIR, drop_keys, sets, unknown_keys
+from lockstep.trainer.compose import CONFIG_DIR, sets, unknown_keys
 from lockstep.trainer.config.changes import changed_task, leaves
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import REDACTED
@@ -67,7 +67,11 @@ def saved_run(words: Sequence[str]) -> SavedRun | None:
     tree = read_saved(path)
     keys = unknown_keys(tree)
     unknown = [key for key in keys if key.rpartition(".")[0] not in keys]
-    drop_keys(tree, (*TYPED, *(() if resume == "auto" else OF_ONE_RUN), *unknown))
+    for key in (*TYPED, *(() if resume == "auto" else OF_ONE_RUN), *unknown):
+        place, _, last = key.rpartition(".")
+        section = OmegaConf.select(tree, place) if place else tree
+        if isinstance(section, DictConfig):  # others may have written the file
+            section.pop(last, None)
     settings: Any = OmegaConf.to_container(tree)
     return SavedRun(path=path, settings=settings, unknown=tuple(unknown))
 

@@ -24,14 +24,14 @@ from typing import Any
 import huggingface_hub
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep.rollout.errors import ConfigError, DataError, HubError
 from lockstep.rollout.system.plain_files import behind_link, read_plain
 from lockstep.trainer.checkpoint.checkpoint import check
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.checks.names import HUB_ID
-from lockstep.trainer.compose import drop_keys, to_config, unknown_keys
+from lockstep.trainer.compose import to_config, unknown_keys
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.saved_config import read_saved
 from lockstep.trainer.config.schema import Config
@@ -122,7 +122,10 @@ def _saved_config(run: RunDirectory) -> Config:
     if not run.config.is_file():
         raise ConfigError(f"{run.path} is not the directory of a run: it has no config.yaml; name one, as runs/latest")
     tree = read_saved(run.config)
-    drop_keys(tree, unknown_keys(tree))
+    for key in unknown_keys(tree):
+        place, _, last = key.rpartition(".")
+        if isinstance(section := OmegaConf.select(tree, place) if place else tree, DictConfig):
+            section.pop(last, None)
     values: Any = OmegaConf.to_container(tree)
     return to_config(fit(values, run.config))
 

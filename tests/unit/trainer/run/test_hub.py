@@ -312,6 +312,13 @@ def test_what_cannot_be_published_is_named(run: Path, home: Path) -> None:
     assert not (run / "hub").exists()
 
 
+def test_settings_of_another_version_are_left_out(run: Path) -> None:
+    with (run / "config.yaml").open("a") as file:
+        file.write("old: 1\nolder:\n  than: {this: 2}\n")
+    publish(run, REPO, say=lambda line: None)
+    assert "old" not in (run / "hub/README.md").read_text().split("## Reproduce")[1]
+
+
 def test_a_link_among_the_model_files_is_not_followed(run: Path, home: Path) -> None:
     (home / "other.json").write_text("{}")
     (run / "model/vocab.json").symlink_to(home / "other.json")
