@@ -1,4 +1,4 @@
-"""Loading of user functions from a Python file: `path/to/file.py:name,other`.
+"""Lookup of functions of the user: in a file, `path/to/file.py:name,other`, or in this process, `object:name`.
 
 Loading runs the file with the rights of this process, without a sandbox; only files named in a setting are loaded.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import os
 import re
 import symtable
@@ -22,6 +23,7 @@ from typing import Any
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import error_text
+from lockstep.rollout.system.own_objects import is_object, name_of, object_named, object_problem, source_sha256
 
 MOVED = ("trainer", "rollout", "rewards", "demo")
 """Packages that were importable by these names before they moved into `lockstep`."""
@@ -34,10 +36,12 @@ _HIDES_NAMES = re.compile(r"import\s*\*|^\s*global\s|\b(?:globals|vars|locals|ex
 
 
 def load_functions(spec: str) -> list[Callable[..., Any]]:
-    """Return the functions named by `path.py:name` or `path.py:name,other`, in that order.
+    """Return the functions named by `path.py:name` or `path.py:name,other`, in that order, or by `object:name`.
 
     Raises `ConfigError`: the spec is malformed, or the file is missing, fails to load or lacks a name.
     """
+    if is_object(spec):
+        return [object_named(spec)]
     path_text, colon, names_text = spec.rpartition(":")
     names = [name.strip() for name in names_text.split(",") if name.strip()]
     if not colon or not path_text.endswith(".py") or not names:
@@ -57,6 +61,19 @@ def load_function(spec: str) -> Callable[..., Any]:
     return functions[0]
 
 
+def names_function(text: str) -> bool:
+    """Return True for `path/to/file.py:name`, or several names separated by commas, and for `object:name`."""
+    return text.rpartition(":")[0].endswith(".py") or is_object(text)
+
+
+def place_problem(spec: str) -> str | None:
+    """Return a sentence if the file of `path.py:name`, or the object of `object:name`, is not there; None if it is."""
+    if is_object(spec):
+        return object_problem(spec)
+    path = spec.rpartition(":")[0]
+    return None if os.path.isfile(os.path.expanduser(path)) else f"no file {path} (looked in {Path.cwd()})"
+
+
 def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
     """Return the names that the file of `path.py:name` defines, without running it; each with its parameters if it is
     written there as a function.
@@ -64,6 +81,10 @@ def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
     Raises `ConfigError` for a file that is not Python, or that lacks the name. A file may define names in ways that
     cannot be read (`import *`, `setattr`); then it may lack the name without an error.
     """
+    if is_object(spec):
+        value = object_named(spec)
+        is_function = inspect.isfunction(value) or inspect.ismethod(value)
+        return {name_of(spec): tuple(inspect.signature(value).parameters) if is_function else None}
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text).expanduser()
     names: dict[str, tuple[str, ...] | None] = {}
@@ -88,6 +109,9 @@ def _table(path: Path) -> symtable.SymbolTable:
 def written_at(spec: str) -> str:
     """Return the line and file where the function or class of `path.py:name` is written; the file alone if its text
     does not show it. Raises `ConfigError` for a file that is not Python."""
+    if is_object(spec):
+        code = getattr(object_named(spec), "__code__", None)
+        return "this process" if code is None else _place(code.co_filename, code.co_firstlineno)
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text).expanduser()
     lines = [table.get_lineno() for table in _table(path).get_children() if table.get_name() == name]
@@ -175,12 +199,16 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _place(file: str, line: int | None) -> str:
+    if "ipykernel_" in file:
+        return "a cell of the notebook" if line is None else f"line {line} of a cell of the notebook"
     shown_path = str(Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file)
     return shown_path if line is None else f"line {line} of {shown_path}"
 
 
 def file_sha256(spec: str) -> str:
-    """Return the SHA-256 of the file of `path.py:name`; files that it imports are not part of it."""
+    """Return the SHA-256 of the file of `path.py:name`, or of the source of `object:name`, without imports."""
+    if is_object(spec):
+        return source_sha256(spec)
     return hashlib.sha256(Path(spec.rpartition(":")[0]).read_bytes()).hexdigest()
 
 
