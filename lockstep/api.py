@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +37,28 @@ CALL = Path("lockstep.train(...)")
 _stop = threading.Event()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that has ended: at its last update, or where it was stopped."""
+    """A run that has ended: at its last update, or where it was stopped. Also any other run, by its directory."""
 
-    directory: Path
-    """Holds everything that the run has written."""
-    config: Config
-    _objects: Mapping[str, Any] = field(repr=False)
-    _callbacks: Mapping[str, Any] = field(repr=False)
+    def __init__(
+        self,
+        directory: str | Path,
+        objects: Mapping[str, Any] | None = None,
+        callbacks: Mapping[str, Any] | None = None,
+    ) -> None:
+        """objects, callbacks: those of the call, for `resume`. Raises `ConfigError` without a run."""
+        self.directory = Path(directory)
+        """Holds everything that the run has written."""
+        self._objects = dict(objects or {})
+        self._callbacks = dict(callbacks or {})
+        if not (self.directory / "config.yaml").is_file():
+            raise ConfigError(f"{directory} is not the directory of a run: it has no config.yaml")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Run, (self.directory,)  # objects and callbacks belong to this process
+
+    def __repr__(self) -> str:
+        return f"lockstep.Run({str(self.directory)!r})"
 
     @property
     def model(self) -> Path:
@@ -156,7 +168,7 @@ def _run(config: Config, words: Sequence[str], objects: Mapping[str, Any], callb
     _stop.clear()
     with called_with(words), _own_signals():
         directory = run(config, callbacks=Callbacks(stops=_stop.is_set, ends_process=False, **_shown(config, chosen)))
-    return Run(directory=directory, config=config, _objects=objects, _callbacks=callbacks)
+    return Run(directory, objects, callbacks)
 
 
 def _shown(config: Config, callbacks: Mapping[str, Any]) -> dict[str, Any]:

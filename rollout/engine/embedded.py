@@ -54,6 +54,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.captured_output import redirect_output
 from lockstep.rollout.system.device_memory import release_cached_memory
 from lockstep.rollout.system.gc_freeze import gc_collect_all
+from lockstep.rollout.system.spawning import main_left_out
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -140,7 +141,7 @@ class EmbeddedEngine:
 
     def _launch(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with redirect_output(self.log_path), _environment(self._variables, self.log_path):
+        with redirect_output(self.log_path), _environment(self._variables, self.log_path), main_left_out():
             try:
                 self._llm = self.loop.run(self._build())
                 self.loop.run(self._load_adapters())

@@ -83,7 +83,7 @@ assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] 
 assert steps == [1], steps
 assert len(arrived) == 16, arrived
 assert [update for update, _ in evaluations] == [1] and "eval/first/reward_mean" in evaluations[0][1], evaluations
-assert len(seen) == 16 + 2 * 1 or len(seen) > 16, len(seen)
+assert len(seen) > 16, len(seen)  # the evaluation, too
 assert [line["step"] for line in run.history] == [1], run.history
 assert len(run.rollouts(1)) == 16
 steps.clear()
@@ -162,6 +162,8 @@ assert any(not torch.equal(value, before[name]) for name, value in trained.state
 
 
 class Echo:
+    tools = ()
+
     def __init__(self):
         self.turns = []
 
@@ -238,7 +240,7 @@ def test_a_notebook_shows_progress_and_curves(tmp_path: Path) -> None:
     assert len(displays) == 1, "one picture, drawn again"
     assert "<svg" in displays[0]["data"]["text/html"]
     assert "update 2 of 2" in displays[0]["data"]["text/html"]
-    assert outputs[2][0]["data"]["text/plain"] == "(32, [1.0, 2.0])"
+    assert outputs[2][0]["data"]["text/plain"] == "(32, [1, 2])"
     assert "<svg" in outputs[3][0]["data"]["text/html"]
     assert outputs[4][-1]["data"]["text/plain"] == "0.0"
     assert "lives" in outputs[5][0]["data"]["text/plain"]

@@ -300,7 +300,10 @@ def _part_problems(part: Environment | RunsItself) -> Iterator[str]:
     """Yield the problem of a class that its driver cannot play."""
     name, declaration = type(part).__name__, declaration_of(part)
     missing = [method for method in ("reset", "step") if not callable(getattr(part, method, None))]
-    if missing and declaration.driver is turn_by_turn:
+    plays = declaration.driver is turn_by_turn
+    if plays and not missing and "tools" not in dir(part) and not hasattr(part, "tools"):  # a property may need a reset
+        yield f"environment {name} has no attribute tools, which the model may call; write tools = () if there are none"
+    if missing and plays:
         yield (
             f"environment {name} has no method {' and '.join(missing)}, which the driver turn_by_turn calls; write "
             "what is missing, or declare the driver that plays it (docs/environments.md)"

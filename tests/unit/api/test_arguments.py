@@ -48,6 +48,7 @@ class Game:
     """An environment of one turn."""
 
     declaration = Declaration(reads="prompt", max_turns=3)
+    tools = ()
 
     def __init__(self, depth: int = 1) -> None:
         self.depth = depth
