@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.arguments import Arguments
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.own_objects import COPY, keep, pickled
-from lockstep.trainer.cli import composed, explain
+from lockstep.trainer.cli import composed, end_with_launcher, explain
 from lockstep.trainer.command_line import SUFFIXES, called_with
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.observe.step_metrics import StepReport
 
 CALL = Path("lockstep.train(...)")
-"""What errors name in place of a settings file."""
+"""Name in errors, in place of that of a settings file."""
 _stop = threading.Event()
 
 
@@ -130,16 +130,16 @@ def train(
     Raises `ConfigError` before anything heavy starts, and the other errors of `lockstep.rollout.errors`.
     """
     callbacks = {"on_step": on_step, "on_rollout": on_rollout, "on_evaluation": on_evaluation}
-    given = {"model": model, "tokenizer": tokenizer, "data": data, "heldout": heldout, "rewards": rewards}
-    given = {name: value for name, value in given.items() if value is not None}
+    named = {"model": model, "tokenizer": tokenizer, "data": data, "heldout": heldout, "rewards": rewards}
+    arguments = {name: value for name, value in named.items() if value is not None}
     if isinstance(config, Config):
-        names = [*given, *settings, *(["tools"] if tools else [])]
+        names = [*arguments, *settings, *(["tools"] if tools else [])]
         if names:
             raise ConfigError(f"found a Config and {', '.join(names)}; give them to lockstep.configure")
         from lockstep.trainer.run.next_steps import changed_words
 
         return _run(config, changed_words(plain(config)), {}, callbacks)
-    content, objects = _content({**given, **({"tools": tools} if tools else {}), **settings}, file=config)
+    content, objects = _content({**arguments, **({"tools": tools} if tools else {}), **settings}, file=config)
     return _train(content, objects, callbacks)
 
 
@@ -164,14 +164,17 @@ def _run(config: Config, words: Sequence[str], objects: Mapping[str, Any], callb
 
     if config.dry_run:
         raise ConfigError("found dry_run=True, which only the command takes; type: lockstep train ... dry_run=true")
-    chosen = {name: function for name, function in callbacks.items() if function is not None}
+    functions = {name: function for name, function in callbacks.items() if function is not None}
+    end_with_launcher()
     _stop.clear()
     with called_with(words), _own_signals():
-        directory = run(config, callbacks=Callbacks(stops=_stop.is_set, ends_process=False, **_shown(config, chosen)))
+        directory = run(
+            config, callbacks=Callbacks(stops=_stop.is_set, ends_process=False, **_with_picture(config, functions))
+        )
     return Run(directory, objects, callbacks)
 
 
-def _shown(config: Config, callbacks: Mapping[str, Any]) -> dict[str, Any]:
+def _with_picture(config: Config, callbacks: Mapping[str, Any]) -> dict[str, Any]:
     """Return the callbacks; in a notebook with a picture that follows the run."""
     if not _in_notebook():
         return dict(callbacks)
@@ -235,9 +238,9 @@ def _content(arguments: Mapping[str, Any], file: str | Path | None = None) -> tu
         stored = settings_file([str(file)])
         assert stored is not None
         below = {"defaults": [dict([preset]) for preset in stored.presets.items()], **stored.values}
-    given = Arguments()
-    content = given.content(arguments, below)
-    keep(given.objects)
-    for spec in content.get("reward", {}).get("functions", ()) if given.reward_prefix == COPY else ():
+    conversion = Arguments()
+    content = conversion.content(arguments, below)
+    keep(conversion.objects)
+    for spec in content.get("reward", {}).get("functions", ()) if conversion.reward_prefix == COPY else ():
         pickled(spec)  # says at once what cannot cross
-    return content, given.objects
+    return content, conversion.objects

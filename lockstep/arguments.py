@@ -170,7 +170,7 @@ def _put_rewards(tree: dict[str, Any], rewards: Any) -> None:
 def stored_model(model: Any, tokenizer: Any, run_root: Path) -> str:
     """Write a loaded model and its tokenizer below `run_root`, under the hash of the files, and return the path.
 
-    Engine, checkpoints and evaluations read it from there. Raises `ConfigError` for what is no such model.
+    Engine, checkpoints and evaluations read it from there. Raises `ConfigError` for other values.
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise ConfigError(f"model: found {type(model).__name__}, expected a path, or a model of transformers")

@@ -84,11 +84,7 @@ def launch(
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the command ends at once while it imports this
     wait_briefly()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank; a killed launcher cannot end it
-        exit_when_orphaned(
-            message=f"rank {os.environ.get('RANK', '?')} ends, because its launcher is gone; start the run again with "
-            "resume=auto"
-        )
+    end_with_launcher()
     notices: list[str] = []
     configs: list[Any] = []
     words = sys.argv[1:]
@@ -123,6 +119,15 @@ def launch(
         _print("\n".join(filter(None, notices)))
     for config in configs:
         run_or_end(lambda config=config: main(config))
+
+
+def end_with_launcher() -> None:
+    """Let a rank end when its launcher was killed, which then cannot end it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        exit_when_orphaned(
+            message=f"rank {os.environ.get('RANK', '?')} ends, because its launcher is gone; start the run again with "
+            "resume=auto"
+        )
 
 
 def composed(

@@ -34,8 +34,8 @@ def picture(title: str, lines: Sequence[Mapping[str, float | None]], *, status: 
             curves=_curves(lines, {"kl": "rollout_correction/kl"}),
         ),
     ]
-    shown = [chart for chart in charts if not chart.is_empty]
-    return render("notebook.html.jinja", title=title, status=status, charts=shown)
+    visible = [chart for chart in charts if not chart.is_empty]
+    return render("notebook.html.jinja", title=title, status=status, charts=visible)
 
 
 def _curves(lines: Sequence[Mapping[str, float | None]], names: Mapping[str, str]) -> list[Curve]:

@@ -209,8 +209,7 @@ def test_a_function_of_a_notebook_trains_on_forks(run_program: Callable[..., str
 from accelerate import notebook_launcher
 
 notebook_launcher(lambda: lockstep.train(**SMALL, run_name="mine"), num_processes=2)
-""",
-        ACCELERATE_USE_CPU="true",
+"""
     )
     assert "2 rank(s)" in output
     assert len(read_metrics(tmp_path / "runs/mine/metrics.jsonl")) == 2
