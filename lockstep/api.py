@@ -2,7 +2,7 @@
 
 Keyword arguments are the content of a settings file (docs/settings_file.md). Where a setting takes the path of a file,
 it takes an object: rows, and functions and classes in place of `path/to/file.py:name`. The object is kept under the
-name that the setting holds (`rollout/system/own_objects.py`), and everything else is the run that the command would
+name that the setting holds (`rollout/system/user_functions.py`), and everything else is the run that the command would
 start.
 """
 
@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.arguments import Arguments
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.own_objects import COPY, keep, pickled
+from lockstep.rollout.system.user_functions import COPY, keep
 from lockstep.trainer.cli import composed, end_with_launcher, explain
 from lockstep.trainer.command_line import SUFFIXES, called_with
 from lockstep.trainer.config.schema import Config
@@ -130,8 +130,8 @@ def train(
     Raises `ConfigError` before anything heavy starts, and the other errors of `lockstep.rollout.errors`.
     """
     callbacks = {"on_step": on_step, "on_rollout": on_rollout, "on_evaluation": on_evaluation}
-    named = {"model": model, "tokenizer": tokenizer, "data": data, "heldout": heldout, "rewards": rewards}
-    arguments = {name: value for name, value in named.items() if value is not None}
+    defaults = {"model": model, "tokenizer": tokenizer, "data": data, "heldout": heldout, "rewards": rewards}
+    arguments = {name: value for name, value in defaults.items() if value is not None}
     if isinstance(config, Config):
         names = [*arguments, *settings, *(["tools"] if tools else [])]
         if names:
@@ -242,5 +242,7 @@ def _content(arguments: Mapping[str, Any], file: str | Path | None = None) -> tu
     content = conversion.content(arguments, below)
     keep(conversion.objects)
     for spec in content.get("reward", {}).get("functions", ()) if conversion.reward_prefix == COPY else ():
+        from lockstep.rewards.workers.copies import pickled
+
         pickled(spec)  # says at once what cannot cross
     return content, conversion.objects

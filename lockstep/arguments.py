@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.own_objects import COPY, OBJECT
+from lockstep.rollout.system.user_functions import COPY, OBJECT
 from lockstep.trainer.compose import preset_names
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.given_rows import given_rows

@@ -23,8 +23,7 @@ from lockstep.rewards.shaping import Shaping
 from lockstep.rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
-from lockstep.rollout.system.own_objects import is_object
-from lockstep.rollout.system.user_functions import written_at
+from lockstep.rollout.system.user_functions import is_object, written_at
 
 OnError = Literal["drop", "raise"] | float
 """Action on an error: drop the rollout (status FAILED), end the run, or use this number as the value."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.rollout.on_demand import OnDemand
-from lockstep.rollout.system.own_objects import OBJECT
+from lockstep.rollout.system.user_functions import OBJECT
 
 GYM_PREFIX, GYM_COLUMN = "reasoning_gym:", "reasoning_gym"
 """Beginning of a data path that names a task of reasoning-gym, and the column that the reward of its tasks reads."""

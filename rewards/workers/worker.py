@@ -32,7 +32,6 @@ from lockstep.rollout.saved_rollouts import from_json
 from lockstep.rollout.system.background_loop import run_coroutine
 from lockstep.rollout.system.bound_process import die_with_writers
 from lockstep.rollout.system.deadline import Finished, is_async
-from lockstep.rollout.system.own_objects import unpickle
 
 ORPHAN_POLL_S = 1.0
 
@@ -64,7 +63,10 @@ def _answer(request: Mapping[str, Any], functions: dict[str, BatchReward]) -> di
     key = json.dumps([request["spec"], request["settings"]])
     if request["do"] == "load":
         try:
-            unpickle(request["spec"], request)
+            if "pickle" in request:
+                from lockstep.rewards.workers.copies import unpickle
+
+                unpickle(request["spec"], request)
             functions[key] = resolve(request["spec"], request["settings"])
         except ConfigError as error:
             return {"error": str(error)}

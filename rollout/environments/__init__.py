@@ -23,8 +23,7 @@ from lockstep.rollout.environments.declaration import Declaration, declaration_o
 from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import error_text
-from lockstep.rollout.system.own_objects import is_object, object_named
-from lockstep.rollout.system.user_functions import load_function
+from lockstep.rollout.system.user_functions import is_object, load_function, object_named
 
 PLACES = (__name__, "lockstep.integrations.environments", f"{__name__}.demo")
 GROUP = "lockstep.environments"

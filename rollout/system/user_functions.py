@@ -1,4 +1,9 @@
-"""Lookup of functions of the user: in a file, `path/to/file.py:name,other`, or in this process, `object:name`.
+"""Lookup of what is the user's own: in a file, `path/to/file.py:name,other`, or in this process.
+
+    object:short    the function, class or rows that the program which called `lockstep.train` gave by this name
+    copy:short      a copy of the function that reward workers call (`rewards/workers/copies.py`)
+
+No other process knows these names: a run whose settings hold one is continued by a program that gives it again.
 
 Loading runs the file with the rights of this process, without a sandbox; only files named in a setting are loaded.
 """
@@ -23,7 +28,6 @@ from typing import Any
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import error_text
-from lockstep.rollout.system.own_objects import is_object, name_of, object_named, object_problem, source_sha256
 
 MOVED = ("trainer", "rollout", "rewards", "demo")
 """Packages that were importable by these names before they moved into `lockstep`."""
@@ -31,8 +35,48 @@ ROOT = str(Path(__file__).resolve().parents[2])
 """Directory of Lockstep's own folders."""
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Directories of Python and of installed packages."""
+OBJECT, COPY = "object:", "copy:"
+_objects: dict[str, Any] = {}
+_IN_WORD = re.compile(rf"[=\[\s:]'?({OBJECT}|{COPY})\w")
 _HIDES_NAMES = re.compile(r"import\s*\*|^\s*global\s|\b(?:globals|vars|locals|exec|eval|setattr)\s*\(", re.MULTILINE)
 """Ways to define a name of a module that its symbol table does not show."""
+
+
+def is_object(text: str) -> bool:
+    """Return True for `object:name` and `copy:name`."""
+    return text.startswith((OBJECT, COPY))
+
+
+def holds_objects(words: Iterable[str]) -> bool:
+    """Return True if a word of a command line sets a setting to an object, or to a list with one."""
+    return any(_IN_WORD.search(word) for word in words)
+
+
+def name_of(spec: str) -> str:
+    """Return the name in `object:name` or `copy:name`."""
+    return spec.partition(":")[2]
+
+
+def keep(objects: Mapping[str, Any]) -> None:
+    """Keep objects by name, each in place of an earlier one: a cell of a notebook that runs again has new functions."""
+    _objects.update(objects)
+
+
+def object_named(spec: str) -> Any:
+    """Return the object of `object:name` or `copy:name`. Raises `ConfigError` where it was not kept."""
+    if problem := object_problem(spec):
+        raise ConfigError(problem)
+    return _objects[name_of(spec)]
+
+
+def object_problem(spec: str) -> str | None:
+    """Return a sentence if no object of this name is kept in this process; None if one is."""
+    if name_of(spec) in _objects:
+        return None
+    return (
+        f"found {spec}, an object of the program that called lockstep.train, which no other process has; continue the "
+        "run in that program: lockstep.train(<the same arguments>, resume='auto', run_name=<name of the run>)"
+    )
 
 
 def load_functions(spec: str) -> list[Callable[..., Any]]:
@@ -208,7 +252,7 @@ def _place(file: str, line: int | None) -> str:
 def file_sha256(spec: str) -> str:
     """Return the SHA-256 of the file of `path.py:name`, or of the source of `object:name`, without imports."""
     if is_object(spec):
-        return source_sha256(spec)
+        return hashlib.sha256(inspect.getsource(object_named(spec)).encode()).hexdigest()
     return hashlib.sha256(Path(spec.rpartition(":")[0]).read_bytes()).hexdigest()
 
 

@@ -28,8 +28,8 @@ from typing import IO
 from omegaconf import OmegaConf
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.own_objects import is_object, name_of
 from lockstep.rollout.system.plain_files import write_whole
+from lockstep.rollout.system.user_functions import is_object, name_of
 from lockstep.trainer.checkpoint.checkpoint import point_latest_at
 from lockstep.trainer.checkpoint.resume import belongs_to
 from lockstep.trainer.command_line import command, settings_files

@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.rewards.functions import GYM_COLUMN, GYM_PREFIX
 from lockstep.rollout.environments import declaration, declared_parts, environment_class
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.system.own_objects import is_object
+from lockstep.rollout.system.user_functions import is_object
 from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
 from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig, DemonstrationsConfig

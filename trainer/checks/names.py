@@ -23,8 +23,14 @@ from lockstep.rollout.environments.mixed import parts_of
 from lockstep.rollout.episode.environment import ChecksSystem, Environment, RunsItself
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.system.own_objects import is_object
-from lockstep.rollout.system.user_functions import fault, file_sha256, names_function, place_problem, written_names
+from lockstep.rollout.system.user_functions import (
+    fault,
+    file_sha256,
+    is_object,
+    names_function,
+    place_problem,
+    written_names,
+)
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.rewards.functions import GYM_PREFIX
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS
 from lockstep.rollout.errors import DataError, LockstepError
-from lockstep.rollout.system.own_objects import is_object, object_named, object_problem
+from lockstep.rollout.system.user_functions import is_object, object_named, object_problem
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.paths import file_exists
 from lockstep.trainer.data.reader import UNREADABLE, Record, Row, Rows, every, file_records, reason, silent

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lockstep.rollout.system.own_objects import holds_objects
+from lockstep.rollout.system.user_functions import holds_objects
 from lockstep.trainer.command_line import is_call, settings_files, typed_words
 from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words

@@ -14,10 +14,11 @@ import pytest
 import lockstep
 from lockstep.arguments import Arguments
 from lockstep.rewards.resolve import compares_groups, resolve
+from lockstep.rewards.workers.copies import pickled
 from lockstep.rollout.environments import declaration, make_environment
 from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.system.own_objects import keep, object_named, pickled
+from lockstep.rollout.system.user_functions import keep, object_named
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import load_rows
 from lockstep.trainer.objective.own.lookup import policy_loss_named

@@ -21,7 +21,15 @@ def sources() -> list[Path]:
 
 def path_of(module: str) -> Path | None:
     """Return the file of one of our modules, or the folder of a package without one; None if there is neither."""
-    stem = ROOT.joinpath(*module.removeprefix("lockstep.").split("."))
+    parts = module.removeprefix("lockstep.").split(".")
+    stem = next(
+        (
+            one
+            for one in (ROOT.joinpath(*parts), ROOT.joinpath("lockstep", *parts))
+            if one.parent.is_dir() and (one.exists() or one.with_suffix(".py").exists())
+        ),
+        ROOT.joinpath(*parts),
+    )
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py", stem) if path.exists()), None)
 
 
