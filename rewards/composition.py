@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.rewards.batches import BatchReward, Scope, each
-from lockstep.rewards.functions import ISOLATED
+from lockstep.rewards.functions import ISOLATED, runs_in_worker
 from lockstep.rewards.meter import METRIC, Meter
 from lockstep.rewards.outcomes import ERRORS, MAX_REWARD, Outcome, Verdict
 from lockstep.rewards.resolve import resolve
@@ -23,7 +23,7 @@ from lockstep.rewards.shaping import Shaping
 from lockstep.rewards.workers.pool import IsolatedReward, Isolation, WorkerPool
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus, at_row
-from lockstep.rollout.system.user_functions import written_at
+from lockstep.rollout.system.user_functions import is_object, written_at
 
 OnError = Literal["drop", "raise"] | float
 """Action on an error: drop the rollout (status FAILED), end the run, or use this number as the value."""
@@ -284,9 +284,10 @@ def make_reward_set(
 def _prepare(
     spec: str, settings: Mapping[str, Any], pool: WorkerPool, isolation: Isolation
 ) -> BatchReward | IsolatedReward:
-    path, colon, name = spec.rpartition(":")
-    if colon and isolation.mode == "process":
-        return pool.load(f"{Path(path).expanduser().resolve()}:{name}", settings)
+    if runs_in_worker(spec, isolation.mode):
+        path, _, name = spec.rpartition(":")
+        place = spec if is_object(spec) else f"{Path(path).expanduser().resolve()}:{name}"
+        return pool.load(place, settings)
     function = resolve(spec, settings)
     if spec in ISOLATED:
         return IsolatedReward(pool=pool, spec=spec, settings=settings, scope=function.scope)

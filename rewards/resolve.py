@@ -8,7 +8,6 @@ from typing import Any
 
 from lockstep.rewards.batches import GROUP_PARAMETER, BatchReward, is_group_wise
 from lockstep.rewards.functions import FUNCTIONS
-from lockstep.rewards.model.settings import ModelSettings
 from lockstep.rewards.signatures import adapt, check_settings
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.user_functions import load_function, written_names
@@ -23,9 +22,8 @@ def resolve(spec: str, settings: Mapping[str, Any]) -> BatchReward:
     Raises `ConfigError`: no such function or file, the file cannot be loaded, or settings are unknown or missing.
     """
     if spec == MODEL:
-        from lockstep.rewards.model.reward import (
-            model_reward,
-        )  # imports torch and transformers, which other rewards do not need
+        from lockstep.rewards.model.reward import model_reward  # imports torch and transformers
+        from lockstep.rewards.model.settings import ModelSettings
 
         check_settings(spec, ModelSettings, settings)
         return model_reward(**settings)
@@ -51,7 +49,10 @@ def check_built_in(name: str, settings: Any) -> None:
         raise ConfigError(
             f"reward.settings.{name}={settings} is not a mapping of settings; set reward.settings.{name}.<name>=<value>"
         )
-    function = ModelSettings if name == MODEL else FUNCTIONS[name]
+    if name == MODEL:
+        from lockstep.rewards.model.settings import ModelSettings as function  # other rewards do not load it
+    else:
+        function = FUNCTIONS[name]
     if inspect.isclass(function):
         check_settings(name, function, settings)
         function(**settings)

@@ -84,19 +84,10 @@ def launch(
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the command ends at once while it imports this
     wait_briefly()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank; a killed launcher cannot end it
-        exit_when_orphaned(
-            message=f"rank {os.environ.get('RANK', '?')} ends, because its launcher is gone; start the run again with "
-            "resume=auto"
-        )
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that messages can be rewritten
-    ConfigStore.instance().store(name="schema", node=schema(config_class))
-
-    trees: list[DictConfig] = []
-    configs: list[Any] = []
+    end_with_launcher()
     notices: list[str] = []
-    typed = words = sys.argv[1:]
-    stored_run: SavedRun | None = None
+    configs: list[Any] = []
+    words = sys.argv[1:]
     file: SettingsFile | None = None
     try:
         refuse_unreadable(words, schema(config_class))
@@ -104,33 +95,12 @@ def launch(
             from lockstep.trainer.settings_file import settings_file  # other runs do not load it
 
             file = settings_file(words, config_class, base=config_name)
-        if file is not None:
-            typed = without_file(words)
-            words = [*file.words, *typed]
-        if config_class is Config and sets(words, "resume"):
-            from lockstep.trainer.resumption import check_resumed, saved_run, store_base  # a new run does not load it
-
-            stored_run = saved_run(words)
-            if stored_run is not None:
-                config_name = store_base(stored_run.settings, path=stored_run.path)
-        if file is not None:
-            config_name = file.store(config_name)
-        # Hydra adds lines to errors of its task, so the task only returns the tree.
-        main_of_hydra = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")
-        _composed_by(main_of_hydra(trees.append), typed)
-        for tree in trees:  # empty after --help and --cfg
-            config = to_config(tree, config_class)
-            if stored_run is not None:
-                check_resumed(stored_run, config, words)
-            if isinstance(config, Config):
-                notices.append(drop_prepared_heldout(config.data, words))
-                refuse_demo_parts(config, words)
-            check(config)
-            configs.append(config)
+        configs = composed(without_file(words), file, notices, config_name, config_class, check)
     except (HydraException, OmegaConfBaseException) as error:
         _print(explain(error, config_class))
         sys.exit(2)
     except LockstepError as error:
+        words = [*(file.words if file else ()), *words]
         hint = None
         if sets(words, "resume"):
             from lockstep.trainer.resumption import new_run_hint
@@ -145,13 +115,63 @@ def launch(
     except KeyboardInterrupt:
         _print(INTERRUPTED)
         sys.exit(130)
-    if stored_run is not None and stored_run.unknown:
-        unknown_names = ", ".join(stored_run.unknown)
-        notices.append(f"{stored_run.path} holds settings that this version does not know, left out: {unknown_names}")
     if any(notices) and os.environ.get("RANK", "0") == "0":
         _print("\n".join(filter(None, notices)))
     for config in configs:
         run_or_end(lambda config=config: main(config))
+
+
+def end_with_launcher() -> None:
+    """Let a rank end when its launcher was killed, which then cannot end it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        exit_when_orphaned(
+            message=f"rank {os.environ.get('RANK', '?')} ends, because its launcher is gone; start the run again with "
+            "resume=auto"
+        )
+
+
+def composed(
+    typed: Sequence[str],
+    file: SettingsFile | None,
+    notices: list[str],
+    config_name: str = "train",
+    config_class: type = Config,
+    check: Callable[[Any], None] = validate,
+) -> list[Any]:
+    """Return the checked configuration, also of a run that is resumed; none after `--help` and `--cfg`.
+
+    typed: words of the command line, on top of the file. notices: gets sentences on what was left out. Raises
+    `ConfigError`, and errors of Hydra and OmegaConf, which `explain` turns into a sentence.
+    """
+    ConfigStore.instance().store(name="schema", node=schema(config_class))
+    trees: list[DictConfig] = []
+    configs: list[Any] = []
+    words = [*(file.words if file else ()), *typed]
+    stored_run: SavedRun | None = None
+    if config_class is Config and sets(words, "resume"):
+        from lockstep.trainer.resumption import check_resumed, saved_run, store_base  # a new run does not load it
+
+        stored_run = saved_run(words)
+        if stored_run is not None:
+            config_name = store_base(stored_run.settings, path=stored_run.path)
+    if file is not None:
+        config_name = file.store(config_name)
+    # Hydra adds lines to errors of its task, so the task only returns the tree.
+    main_of_hydra = hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")
+    _composed_by(main_of_hydra(trees.append), typed)
+    for tree in trees:
+        config = to_config(tree, config_class)
+        if stored_run is not None:
+            check_resumed(stored_run, config, words)
+        if isinstance(config, Config):
+            notices.append(drop_prepared_heldout(config.data, words))
+            refuse_demo_parts(config, words)
+        check(config)
+        configs.append(config)
+    if stored_run is not None and stored_run.unknown:
+        unknown_names = ", ".join(stored_run.unknown)
+        notices.append(f"{stored_run.path} holds settings that this version does not know, left out: {unknown_names}")
+    return configs
 
 
 def run_or_end(work: Callable[[], None]) -> None:
@@ -194,6 +214,7 @@ def _composed_by(compose: Callable[[], Any], words: Sequence[str]) -> None:
     """Run Hydra, which reads `sys.argv`, on words. Raises `ConfigError` for `group=5`, `group=null` and `group=[a]`,
     for which Hydra raises a bare ValueError or TypeError."""
     command, sys.argv = sys.argv, [sys.argv[0], *words]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing, so that messages can be rewritten
     try:
         compose()
     except (ValueError, TypeError) as error:  # Hydra's for a group that is set to a list

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from lockstep.rollout.system.user_functions import names_function
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class When:
@@ -92,11 +94,6 @@ class Setting:
             return f"between {self.low} and {self.high}"
         bounds = {"at least": self.low, "at most": self.high, "greater than": self.above, "less than": self.below}
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
-
-
-def names_function(value: str) -> bool:
-    """Return True for `path/to/file.py:name`, or several names separated by commas."""
-    return value.rpartition(":")[0].endswith(".py")
 
 
 def setting(default: Any, description: str, **declared: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os.path
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,14 +20,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.command_line import SUFFIXES, settings_files, without_file
+from lockstep.rollout.system.user_functions import names_function
+from lockstep.trainer.command_line import SUFFIXES, settings_files, typed_words, without_file
 from lockstep.trainer.compose import CONFIG_DIR, describe_task, known_keys, preset_names, schema, sets, type_problem
 from lockstep.trainer.config.changes import leaves
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import REDACTED, override_value
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.setting import declarations, names_function
+from lockstep.trainer.setting import declarations
 
 DATA_SETS = ("data.sources.", "eval.sets.")
 """Beginnings of the names of data sets that the user names: their `path` is one."""
@@ -99,7 +99,7 @@ def with_file(words: Sequence[str]) -> list[str]:
 
 def describe_command(config: Config, *, trains: bool = True) -> str:
     """Return the lines of `describe_task` for the command line of this process."""
-    words = sys.argv[1:]
+    words = typed_words()
     file = settings_file(words)
     if file is None:
         return describe_task(config, words, trains=trains)
@@ -121,9 +121,21 @@ def fit(values: Mapping[str, Any], path: Path, config_class: type = Config) -> D
 @cache
 def _read(name: str, config_class: type, base: str, has_own_presets: bool) -> SettingsFile:
     path = Path(name)
-    content, groups, place = _parsed(path), _groups(base), f"{path}: defaults: "
+    return of_content(_parsed(path), path, config_class, base, checks_options=not has_own_presets)
+
+
+def of_content(
+    content: dict[str, Any],
+    path: Path,
+    config_class: type = Config,
+    base: str = "train",
+    *,
+    checks_options: bool = True,
+) -> SettingsFile:
+    """Return the content of a settings file at a path. Raises `ConfigError` with one sentence for the first mistake."""
+    groups, place = _groups(base), f"{path}: defaults: "
     try:
-        presets = _presets(content.pop("defaults", None), groups, checks_options=not has_own_presets)
+        presets = _presets(content.pop("defaults", None), groups, checks_options=checks_options)
         place = f"{path}: "
         _refuse_misspelled(content, schema(config_class), groups, known_keys(config_class))
     except ConfigError as error:

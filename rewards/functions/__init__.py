@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.rollout.on_demand import OnDemand
+from lockstep.rollout.system.user_functions import OBJECT
 
 GYM_PREFIX, GYM_COLUMN = "reasoning_gym:", "reasoning_gym"
 """Beginning of a data path that names a task of reasoning-gym, and the column that the reward of its tasks reads."""
@@ -39,3 +40,8 @@ FUNCTIONS = OnDemand[Callable[..., Any]](
 
 ISOLATED = frozenset({"regex", "math_equal", "reasoning_gym", "code_tests", "similarity", "majority_vote", "novelty"})
 """Built-ins that may hang on a model's text, and therefore always run in a process that can be killed."""
+
+
+def runs_in_worker(spec: str, isolation: str) -> bool:
+    """Return True for a user's function of which a worker process calls its file, or a copy. isolation: the setting."""
+    return ":" in spec and isolation == "process" and not spec.startswith(OBJECT)

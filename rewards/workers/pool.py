@@ -49,6 +49,7 @@ from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import to_json
 from lockstep.rollout.system.captured_output import OutputTail
+from lockstep.rollout.system.user_functions import COPY
 
 Judged = tuple[list[Verdict], Mapping[str, float], Mapping[str, int]]
 """One verdict per rollout, and sums and counts of what the function measured (`rewards/meter.py`)."""
@@ -260,7 +261,12 @@ class _Worker:
         key = json.dumps([spec, settings], default=str)
         if key not in self._loaded:
             try:
-                reply = self.ask({"do": "load", "spec": spec, "settings": settings}, timeout_s, cancelled)
+                request = {"do": "load", "spec": spec, "settings": settings}
+                if spec.startswith(COPY):
+                    from lockstep.rewards.workers.copies import pickled  # other runs do not load it
+
+                    request |= pickled(spec)
+                reply = self.ask(request, timeout_s, cancelled)
             except _TimedOut:
                 raise _TimedOut(f"loading {spec} took longer than {timeout_s:g} s") from None
             if "error" in reply:

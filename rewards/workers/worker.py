@@ -63,6 +63,10 @@ def _answer(request: Mapping[str, Any], functions: dict[str, BatchReward]) -> di
     key = json.dumps([request["spec"], request["settings"]])
     if request["do"] == "load":
         try:
+            if "pickle" in request:
+                from lockstep.rewards.workers.copies import unpickle
+
+                unpickle(request["spec"], request)
             functions[key] = resolve(request["spec"], request["settings"])
         except ConfigError as error:
             return {"error": str(error)}

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -140,7 +141,7 @@ class EmbeddedEngine:
 
     def _launch(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with redirect_output(self.log_path), _environment(self._variables, self.log_path):
+        with redirect_output(self.log_path), _environment(self._variables, self.log_path), _without_main():
             try:
                 self._llm = self.loop.run(self._build())
                 self.loop.run(self._load_adapters())
@@ -410,6 +411,24 @@ def _environment_variables(settings: EngineSettings, *, is_cpu: bool) -> dict[st
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     devices = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
     return variables | {"CUDA_VISIBLE_DEVICES": devices[index]}
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Let children that are spawned in the block start without the main module of this program, which they do not need.
+
+    A program that trains outside of `if __name__ == "__main__"` would train again in each of them.
+    """
+    prepare = spawn.get_preparation_data
+
+    def prepared(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main_from_")}
+
+    spawn.get_preparation_data = prepared
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = prepare
 
 
 @contextmanager

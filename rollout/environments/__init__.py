@@ -23,7 +23,7 @@ from lockstep.rollout.environments.declaration import Declaration, declaration_o
 from lockstep.rollout.environments.mixed import AnyEnvironment, Mixed
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import error_text
-from lockstep.rollout.system.user_functions import load_function
+from lockstep.rollout.system.user_functions import is_object, load_function, object_named
 
 PLACES = (__name__, "lockstep.integrations.environments", f"{__name__}.demo")
 GROUP = "lockstep.environments"
@@ -55,11 +55,14 @@ def environment_names() -> list[str]:
 
 
 def environment_class(name: str) -> Any:
-    """Return the class of a name; None if it is unknown, or the path of a user's file.
+    """Return the class of a name; None if it is unknown, the path of a user's file, or a class that declares nothing.
 
     Raises `ConfigError` if the class of an installed package cannot be imported or declares nothing, or if two have
     this name.
     """
+    if is_object(name):
+        value = object_named(name)
+        return value if hasattr(value, "declaration") else None
     own = own_class(name)
     entries = _entry_points(tuple(sys.path)).get(name, [])
     places = [f"{entry.value} of package {entry.dist.name if entry.dist else '?'}" for entry in entries]

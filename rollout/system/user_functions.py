@@ -1,4 +1,9 @@
-"""Loading of user functions from a Python file: `path/to/file.py:name,other`.
+"""Lookup of what is the user's own: in a file, `path/to/file.py:name,other`, or in this process.
+
+    object:short    the function, class or rows that the program which called `lockstep.train` gave by this name
+    copy:short      a copy of the function that reward workers call (`rewards/workers/copies.py`)
+
+No other process knows these names: a run whose settings hold one is continued by a program that gives it again.
 
 Loading runs the file with the rights of this process, without a sandbox; only files named in a setting are loaded.
 """
@@ -7,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import os
 import re
 import symtable
@@ -29,15 +35,57 @@ ROOT = str(Path(__file__).resolve().parents[2])
 """Directory of Lockstep's own folders."""
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 """Directories of Python and of installed packages."""
+OBJECT, COPY = "object:", "copy:"
+_objects: dict[str, Any] = {}
+_IN_WORD = re.compile(rf"[=\[\s:]'?({OBJECT}|{COPY})\w")
 _HIDES_NAMES = re.compile(r"import\s*\*|^\s*global\s|\b(?:globals|vars|locals|exec|eval|setattr)\s*\(", re.MULTILINE)
 """Ways to define a name of a module that its symbol table does not show."""
 
 
+def is_object(text: str) -> bool:
+    """Return True for `object:name` and `copy:name`."""
+    return text.startswith((OBJECT, COPY))
+
+
+def holds_objects(words: Iterable[str]) -> bool:
+    """Return True if a word of a command line sets a setting to an object, or to a list with one."""
+    return any(_IN_WORD.search(word) for word in words)
+
+
+def name_of(spec: str) -> str:
+    """Return the name in `object:name` or `copy:name`."""
+    return spec.partition(":")[2]
+
+
+def keep(objects: Mapping[str, Any]) -> None:
+    """Keep objects by name, each in place of an earlier one: a cell of a notebook that runs again has new functions."""
+    _objects.update(objects)
+
+
+def object_named(spec: str) -> Any:
+    """Return the object of `object:name` or `copy:name`. Raises `ConfigError` where it was not kept."""
+    if problem := object_problem(spec):
+        raise ConfigError(problem)
+    return _objects[name_of(spec)]
+
+
+def object_problem(spec: str) -> str | None:
+    """Return a sentence if no object of this name is kept in this process; None if one is."""
+    if name_of(spec) in _objects:
+        return None
+    return (
+        f"found {spec}, an object of the program that called lockstep.train, which no other process has; continue the "
+        "run in that program: lockstep.train(<the same arguments>, resume='auto', run_name=<name of the run>)"
+    )
+
+
 def load_functions(spec: str) -> list[Callable[..., Any]]:
-    """Return the functions named by `path.py:name` or `path.py:name,other`, in that order.
+    """Return the functions named by `path.py:name` or `path.py:name,other`, in that order, or by `object:name`.
 
     Raises `ConfigError`: the spec is malformed, or the file is missing, fails to load or lacks a name.
     """
+    if is_object(spec):
+        return [object_named(spec)]
     path_text, colon, names_text = spec.rpartition(":")
     names = [name.strip() for name in names_text.split(",") if name.strip()]
     if not colon or not path_text.endswith(".py") or not names:
@@ -57,6 +105,19 @@ def load_function(spec: str) -> Callable[..., Any]:
     return functions[0]
 
 
+def names_function(text: str) -> bool:
+    """Return True for `path/to/file.py:name`, or several names separated by commas, and for `object:name`."""
+    return text.rpartition(":")[0].endswith(".py") or is_object(text)
+
+
+def place_problem(spec: str) -> str | None:
+    """Return a sentence if the file of `path.py:name`, or the object of `object:name`, is not there; None if it is."""
+    if is_object(spec):
+        return object_problem(spec)
+    path = spec.rpartition(":")[0]
+    return None if os.path.isfile(os.path.expanduser(path)) else f"no file {path} (looked in {Path.cwd()})"
+
+
 def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
     """Return the names that the file of `path.py:name` defines, without running it; each with its parameters if it is
     written there as a function.
@@ -64,6 +125,10 @@ def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
     Raises `ConfigError` for a file that is not Python, or that lacks the name. A file may define names in ways that
     cannot be read (`import *`, `setattr`); then it may lack the name without an error.
     """
+    if is_object(spec):
+        value = object_named(spec)
+        is_function = inspect.isfunction(value) or inspect.ismethod(value)
+        return {name_of(spec): tuple(inspect.signature(value).parameters) if is_function else None}
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text).expanduser()
     names: dict[str, tuple[str, ...] | None] = {}
@@ -88,6 +153,9 @@ def _table(path: Path) -> symtable.SymbolTable:
 def written_at(spec: str) -> str:
     """Return the line and file where the function or class of `path.py:name` is written; the file alone if its text
     does not show it. Raises `ConfigError` for a file that is not Python."""
+    if is_object(spec):
+        code = getattr(object_named(spec), "__code__", None)
+        return "this process" if code is None else _place(code.co_filename, code.co_firstlineno)
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text).expanduser()
     lines = [table.get_lineno() for table in _table(path).get_children() if table.get_name() == name]
@@ -175,12 +243,16 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _place(file: str, line: int | None) -> str:
+    if "ipykernel_" in file:
+        return "a cell of the notebook" if line is None else f"line {line} of a cell of the notebook"
     shown_path = str(Path(file).relative_to(Path.cwd()) if Path(file).is_relative_to(Path.cwd()) else file)
     return shown_path if line is None else f"line {line} of {shown_path}"
 
 
 def file_sha256(spec: str) -> str:
-    """Return the SHA-256 of the file of `path.py:name`; files that it imports are not part of it."""
+    """Return the SHA-256 of the file of `path.py:name`, or of the source of `object:name`, without imports."""
+    if is_object(spec):
+        return hashlib.sha256(inspect.getsource(object_named(spec)).encode()).hexdigest()
     return hashlib.sha256(Path(spec.rpartition(":")[0]).read_bytes()).hexdigest()
 
 

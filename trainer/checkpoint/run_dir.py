@@ -21,7 +21,6 @@ Rank 0 chooses the name and broadcasts it, because a name may contain the time.
 from __future__ import annotations
 
 import fcntl
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +30,10 @@ from omegaconf import OmegaConf
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import write_whole
+from lockstep.rollout.system.user_functions import is_object, name_of
 from lockstep.trainer.checkpoint.checkpoint import point_latest_at
 from lockstep.trainer.checkpoint.resume import belongs_to
-from lockstep.trainer.command_line import settings_files
+from lockstep.trainer.command_line import command, settings_files
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.distributed.distributed import Distributed
@@ -72,7 +72,7 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
             return ""
         root = Path(config.run_root)
         name = (
-            _free_name(root, _label(config.environment.name, sys.argv)) if config.run_name is None else config.run_name
+            _free_name(root, _label(config.environment.name, command())) if config.run_name is None else config.run_name
         )
         run = RunDirectory(root / name)
         if run.path.exists() and config.resume == "never":
@@ -103,7 +103,8 @@ def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO
 def _label(environment: str, words: Sequence[str]) -> str:
     """Return the name of the settings file on a command line, else of the experiment, else of the environment."""
     experiment = [word.removeprefix("experiment=") for word in words if word.startswith("experiment=")]
-    names = settings_files(words) or experiment or [environment.rpartition(":")[0] or environment]
+    own = name_of(environment) if is_object(environment) else environment.rpartition(":")[0]
+    names = settings_files(words) or experiment or [own or environment]
     return Path(names[-1]).stem
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from lockstep.rollout.errors import DataError
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS, DataSetConfig, DemonstrationsConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
-from lockstep.trainer.config.paths import file_exists
-from lockstep.trainer.data.datasets import is_file, json_or_text, read_first_row, rename, rollout_files
+from lockstep.trainer.data.datasets import is_at_hand, json_or_text, read_first_row, rename, rollout_files
 from lockstep.trainer.setting import typed
 
 
@@ -73,7 +72,7 @@ def demonstration_row_problems(sets: Iterable[DataSetConfig]) -> Iterator[str]:
                 rollout_files(data_set.path)
             except DataError as error:
                 yield str(error)
-        elif is_file(data_set.path) and file_exists(data_set.path):
+        elif is_at_hand(data_set.path):
             try:
                 row = rename(read_first_row(data_set.path), data_set.columns or {}, of=data_set.path)
             except DataError as error:

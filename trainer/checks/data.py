@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.rewards.functions import GYM_COLUMN, GYM_PREFIX
 from lockstep.rollout.environments import declaration, declared_parts, environment_class
 from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.system.user_functions import is_object
 from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
 from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig, DemonstrationsConfig
@@ -18,7 +19,7 @@ from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.paths import file_exists, path_exists
 from lockstep.trainer.config.prepared import data_command
-from lockstep.trainer.data.datasets import is_file, is_made, path_problem, read_first_row
+from lockstep.trainer.data.datasets import is_at_hand, is_file, is_made, path_problem, read_first_row
 from lockstep.trainer.data.prompts import OF_ENVIRONMENT, prepared, rows_of_environment
 from lockstep.trainer.data.row_check import RowCheck
 from lockstep.trainer.data.split import seeds
@@ -81,7 +82,7 @@ def made_data_problems(sets: Sequence[DataSetConfig], data: DataConfig, rewards:
                 from lockstep.trainer.data.gym_rows import check_task  # other runs do not load it
 
                 check_task(data_set.path, data_set.parameters or {})
-            else:
+            elif not is_object(data_set.path):
                 seeds(data_set.path, data_set.split or "train")
         except ConfigError as error:
             yield str(error)
@@ -90,7 +91,11 @@ def made_data_problems(sets: Sequence[DataSetConfig], data: DataConfig, rewards:
             f"data.parameters={data.parameters} is for tasks of reasoning-gym, found data.path="
             f"{data.path}; set data.path=reasoning_gym:<task>, or leave data.parameters out"
         )
-    if GYM_COLUMN in rewards and sets and not any(data_set in tasks or is_file(data_set.path) for data_set in sets):
+    if (
+        GYM_COLUMN in rewards
+        and sets
+        and not any(data_set in tasks or is_file(data_set.path) or is_object(data_set.path) for data_set in sets)
+    ):
         yield (
             f"the reward {GYM_COLUMN} scores rows of data.path=reasoning_gym:<task>, found {sets[0].path}; set "
             "data.path, or another reward, for example reward.functions=[exact_match]"
@@ -193,8 +198,8 @@ def first_row_problems(sets: Sequence[DataSetConfig], check: RowCheck, *, heldou
     seen_places: set[tuple[str, str]] = set()
     for data_set in sets:
         place = (data_set.path, str(data_set.columns))
-        if not is_file(data_set.path) or not file_exists(data_set.path) or place in seen_places:
-            continue  # `data_file_problems` reports a missing file
+        if not is_at_hand(data_set.path) or place in seen_places:
+            continue  # `data_file_problems` reports a missing one
         seen_places.add(place)
         # An experiment or a preset may have brought it.
         is_heldout = data_set.path == heldout_path

@@ -23,7 +23,14 @@ from lockstep.rollout.environments.mixed import parts_of
 from lockstep.rollout.episode.environment import ChecksSystem, Environment, RunsItself
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.system.user_functions import fault, file_sha256, written_names
+from lockstep.rollout.system.user_functions import (
+    fault,
+    file_sha256,
+    is_object,
+    names_function,
+    place_problem,
+    written_names,
+)
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
@@ -35,7 +42,7 @@ from lockstep.trainer.config.user_code import runs_unisolated
 from lockstep.trainer.objective.declare import Declared
 from lockstep.trainer.objective.own.lookup import advantage_named, policy_loss_named
 from lockstep.trainer.objective.own.signature import fits, in_words
-from lockstep.trainer.setting import names_function, typed
+from lockstep.trainer.setting import typed
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -161,9 +168,10 @@ def reward_name_problems(reward: RewardConfig) -> Iterator[str]:
                 check_built_in(spec, entry)
             except ConfigError as error:
                 yield str(error)
-        path, colon, name = spec.rpartition(":")
-        if colon and not file_exists(path):
-            yield f"reward.functions: no file {path} (looked in {Path.cwd()}); expected path/to/file.py:function"
+        _, colon, name = spec.rpartition(":")
+        if colon and (problem := place_problem(spec)):
+            expected = "" if is_object(spec) else "; expected path/to/file.py:function"
+            yield f"reward.functions: {problem}{expected}"
         elif colon:
             try:
                 refuse_foreign(name, written_names(spec).get(name) or ())
@@ -201,7 +209,7 @@ def objective_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         if not names_function(spec):
             continue
         expected = getattr(algorithm, f"{kind}_sha256")
-        if expected is not None and file_exists(spec.rpartition(":")[0]) and file_sha256(spec) != expected:
+        if expected is not None and place_problem(spec) is None and file_sha256(spec) != expected:
             yield (
                 f"{name}={spec}: the SHA-256 of the file is {file_sha256(spec)}, expected {expected}, so it is not the "
                 f"file of the run; restore it, or set {name}_sha256=null"
@@ -298,7 +306,10 @@ def _part_problems(part: Environment | RunsItself) -> Iterator[str]:
     """Yield the problem of a class that its driver cannot play."""
     name, declaration = type(part).__name__, declaration_of(part)
     missing = [method for method in ("reset", "step") if not callable(getattr(part, method, None))]
-    if missing and declaration.driver is turn_by_turn:
+    plays = declaration.driver is turn_by_turn
+    if plays and not missing and "tools" not in dir(part) and not hasattr(part, "tools"):  # a property may need a reset
+        yield f"environment {name} has no attribute tools, which the model may call; write tools = () if there are none"
+    if missing and plays:
         yield (
             f"environment {name} has no method {' and '.join(missing)}, which the driver turn_by_turn calls; write "
             "what is missing, or declare the driver that plays it (docs/environments.md)"

@@ -7,11 +7,6 @@ from __future__ import annotations
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.algorithm import algorithm_problems
-from lockstep.trainer.checks.conversations import (
-    demonstration_problems,
-    demonstration_row_problems,
-    saved_prompt_problems,
-)
 from lockstep.trainer.checks.correction import asynchrony_problems, correction_problems, gateway_problems
 from lockstep.trainer.checks.data import (
     data_file_problems,
@@ -72,9 +67,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
         problems += launch_problems(config.optimizer, config.model)
         problems += model_problems(config.model, config.teacher)
         problems += data_problems(config.data, config.eval.sets, config.environment)
-        problems += demonstration_problems(config.demonstrations, config.teacher, demonstrations)
-        prompts = [*config.data.training_sets().values(), *heldout] if config.has_rollouts else []
-        problems += saved_prompt_problems(prompts, config.algorithm.name)
+        problems += _demonstration_problems(config)
         problems += url_problems("teacher.urls", config.teacher.urls)
         problems += evaluation_problems(config.eval, config.reward.functions, has_data=bool(heldout), trains=trains)
         if needs_data and trains:
@@ -96,6 +89,21 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
             problems += sandbox_problems(config.environment, config.reward)
     if not problems and needs_data and trains:
         is_heldout = config.evaluates and not config.has_rollouts
-        problems += demonstration_row_problems([*demonstrations, *(heldout if is_heldout else ())])
+        if conversations := [*demonstrations, *(heldout if is_heldout else ())]:
+            from lockstep.trainer.checks.conversations import demonstration_row_problems  # other runs do not load it
+
+            problems += demonstration_row_problems(conversations)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _demonstration_problems(config: Config) -> list[str]:
+    demonstrations, teacher = config.demonstration_sets().values(), config.teacher
+    prompts = [*config.data.training_sets().values(), *config.heldout_sets().values()] if config.has_rollouts else []
+    has_teacher = teacher.source == "saved" or config.demonstrations.teacher_divergence != "off"
+    if not (demonstrations or has_teacher or any(one.is_saved for one in prompts)):
+        return []
+    from lockstep.trainer.checks.conversations import demonstration_problems, saved_prompt_problems
+
+    problems = [*demonstration_problems(config.demonstrations, teacher, demonstrations)]
+    return [*problems, *saved_prompt_problems(prompts, config.algorithm.name)]

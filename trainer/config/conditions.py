@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from lockstep.rollout.system.user_functions import names_function
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 from lockstep.trainer.objective.own.lookup import advantage_named
-from lockstep.trainer.setting import When, names_function
+from lockstep.trainer.setting import When
 
 LORA = When(instead="model.lora.rank=16", holds=lambda c: c.model.lora.rank > 0)
 CRITIC = When(instead="algorithm=ppo", holds=lambda c: c.plan.has_critic, because=("algorithm.advantage",))

@@ -9,12 +9,11 @@ from typing import Any
 
 from lockstep.rollout.environments import declared_parts
 from lockstep.rollout.sandbox import ENVIRONMENT_SETTING, REWARD_SETTING
-from lockstep.rollout.system.user_functions import file_sha256
+from lockstep.rollout.system.user_functions import file_sha256, names_function
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.setting import names_function
 
 
 def code_of_files(environment: EnvironmentConfig, reward: RewardConfig, algorithm: AlgorithmConfig) -> list[str]:

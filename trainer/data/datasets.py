@@ -1,6 +1,7 @@
-"""Rows from files, the hub and reasoning-gym, with their columns renamed to what environments and rewards read.
+"""Rows from files, the hub, reasoning-gym and the program that trains, with their columns renamed to what environments
+and rewards read.
 
-`load_rows` reads everything; `read_first_row` reads one row of a local file, so that a wrong column is found before
+`load_rows` reads everything; `read_first_row` reads one row that is at hand, so that a wrong column is found before
 anything heavy is imported.
 """
 
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.rewards.functions import GYM_PREFIX
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS
 from lockstep.rollout.errors import DataError, LockstepError
+from lockstep.rollout.system.user_functions import is_object, object_named, object_problem
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.paths import file_exists
 from lockstep.trainer.data.reader import UNREADABLE, Record, Row, Rows, every, file_records, reason, silent
@@ -47,12 +49,19 @@ def is_file(path: str) -> bool:
 
 
 def is_made(path: str) -> bool:
-    """True if a path names rows that are made when they are loaded: a task of reasoning-gym, or seeds."""
-    return path.startswith((GYM_PREFIX, SEEDS))
+    """True if a path names rows that lie nowhere: a task of reasoning-gym, seeds, or rows of this program."""
+    return path.startswith((GYM_PREFIX, SEEDS)) or is_object(path)
+
+
+def is_at_hand(path: str) -> bool:
+    """True if the first row can be read at once: of a file that exists, or of rows of this program."""
+    return object_problem(path) is None if is_object(path) else is_file(path) and file_exists(path)
 
 
 def path_problem(path: str) -> str | None:
     """Return the end of a sentence on why a path cannot be read; None if it may be, perhaps from the hub."""
+    if is_object(path):
+        return object_problem(path)
     if is_made(path) or path.startswith(SAVED_ROLLOUTS) or os.path.isdir(os.path.expanduser(path)):
         return None
     suffix, exists = Path(path).suffix, file_exists(path)
@@ -91,6 +100,8 @@ def load_rows(
     task. say: told of the progress. Raises `DataError` if the data cannot be loaded, is empty, or has rows that cannot
     be read, `ConfigError` for rows that cannot be made.
     """
+    if is_object(path):
+        return object_named(path)
     if path.startswith(GYM_PREFIX):
         from lockstep.trainer.data.gym_rows import gym_rows  # other runs do not load it
 
@@ -120,11 +131,14 @@ def load_rows(
 
 
 def read_first_row(path: str) -> Row:
-    """Read the first row of a local file. Raises `DataError` if the file is empty or not of its suffix's format."""
+    """Read the first row of a local file, or of rows of this program.
+
+    Raises `DataError` if the file is empty or not of its suffix's format.
+    """
     local = Path(path).expanduser()
-    is_parquet = local.suffix.lower() == ".parquet"
+    is_whole = local.suffix.lower() == ".parquet" or is_object(path)
     try:
-        for place, read in load_rows(path, "train").records() if is_parquet else file_records(local, of=path):
+        for place, read in load_rows(path, "train").records() if is_whole else file_records(local, of=path):
             try:
                 return read()
             except DataError as error:

@@ -179,7 +179,12 @@ def _lines(path: Path) -> Iterator[Record[Row]]:
 
 
 def _line(content: bytes) -> Row:
-    return _object(_value(_decoded(content).strip()))
+    return json_object(_decoded(content).strip())
+
+
+def json_object(text: str) -> Row:
+    """Return the row that a JSON text holds. Raises `DataError` for another text."""
+    return _object(_value(text))
 
 
 def _json(path: Path, *, of: str) -> Iterator[Record[Row]]:

@@ -133,7 +133,8 @@ class RunConsole:
     ) -> None:
         """rewards: names of the reward functions; several have a column each. periodic: what the remaining time
         includes beside the updates, by name."""
-        self._console = Console(quiet=not enabled, highlight=False)
+        # In a notebook rich would make an output of its own of every line.
+        self._console = Console(quiet=not enabled, highlight=False, force_jupyter=False)
         self._total_updates = total_updates
         self._rows = 0
         self._all_columns = with_rewards(rewards)

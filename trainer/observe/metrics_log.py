@@ -16,14 +16,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.system.plain_files import plain_lines, write_whole
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.observe.trackers.background import KINDS, Background
-from lockstep.trainer.observe.trackers.tracker import Medium, Session, Tracker
-from lockstep.trainer.observe.trackers.wandb_run import Lineage, WandbRun
+from lockstep.trainer.observe.trackers.tracker import Lineage, Medium, Session, Tracker
+
+if TYPE_CHECKING:
+    from lockstep.trainer.observe.trackers.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ class MetricsLog:
         self.wandb_id = lineage.run_id if lineage.is_same_run else None
         """Id for checkpoints, kept even if W&B cannot be reached now."""
         if config.wandb != "off":
+            from lockstep.trainer.observe.trackers.wandb_run import WandbRun  # other runs do not load it
+
             with self.tolerating(WandbRun.label):
                 self._wandb = WandbRun(config, directory=path.parent, run_config=run_config, lineage=lineage)
                 self._trackers[WandbRun.label] = self._wandb
@@ -74,8 +78,8 @@ class MetricsLog:
     @property
     def places(self) -> dict[str, str]:
         """Location of each tracker's data, with the command that shows them, by the tracker's name."""
-        place = None if self._wandb is None else self._wandb.place
-        return {**({} if place is None else {WandbRun.label: str(place)}), **self._places}
+        has_place = self._wandb is not None and self._wandb.place is not None
+        return {**({self._wandb.label: str(self._wandb.place)} if has_place else {}), **self._places}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step; the file has the time, too. Non-finite numbers become null, because JSON has none."""

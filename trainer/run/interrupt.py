@@ -1,10 +1,10 @@
-"""Ctrl-C and SIGTERM end a run after the current update; a second signal exits at once."""
+"""Ctrl-C, SIGTERM and `stop` end a run after the current update; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+import threading
 import time
 from types import FrameType
 
@@ -17,13 +17,16 @@ then passes its own signal on to the ranks [s]."""
 
 
 class Interrupt:
-    """Flag set by a signal and read between updates. Create it in the main thread."""
+    """Flag set by a signal and read between updates. Other threads than the main one get no signals."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = True) -> None:
+        """ends_process: False in a program that goes on after the run, where a second signal is a KeyboardInterrupt."""
+        self._ends_process = ends_process
         self._first_s: float | None = None
         self._first_number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._handle)
 
     @property
     def requested(self) -> bool:
@@ -44,6 +47,8 @@ class Interrupt:
         if self._first_s is None:
             self._first_s, self._first_number = now, number
             _say("finishing this update, then saving (Ctrl-C again: exit at once)")
+        elif not self._ends_process:
+            raise KeyboardInterrupt
         elif now - self._first_s > ECHO_S:
             _say("exited at once; set resume=auto to continue from the last checkpoint")
             os._exit(130)
@@ -51,4 +56,4 @@ class Interrupt:
 
 def _say(message: str) -> None:
     # Not with print: the signal may have interrupted one, and its buffer is not reentrant.
-    os.write(sys.stderr.fileno(), f"\nlockstep: {message}\n".encode())
+    os.write(2, f"\nlockstep: {message}\n".encode())

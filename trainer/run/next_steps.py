@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lockstep.trainer.command_line import settings_files
+from lockstep.rollout.system.user_functions import holds_objects
+from lockstep.trainer.command_line import is_call, settings_files, typed_words
 from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
 from lockstep.trainer.config.schema import Config
@@ -105,7 +105,7 @@ def next_steps(
         **({"model": shown_model} if adapter is None else {"adapter": short_path(adapter)}),
         **({"critic": short_path(critic)} if critic else {}),
         "resume": resume_command(words, run=run, updates=goal, launcher=launcher),
-        **({"evaluate": evaluate} if config.has_rollouts and config.heldout_sets() else {}),
+        **({"evaluate": evaluate} if config.has_rollouts and config.heldout_sets() and not holds_objects(own) else {}),
         **({"inspect": inspect} if config.has_rollouts else {}),
         "report": f"{lockstep()} report {shlex.quote(shown_run)}",
         **trackers,
@@ -113,19 +113,19 @@ def next_steps(
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
 
 
-def typed_words() -> list[str]:
-    """Return the command line of this process, with the content of its settings file in place of its name."""
-    if not settings_files(sys.argv[1:]):
-        return sys.argv[1:]
+def all_words() -> list[str]:
+    """Return the words of this process, with the content of its settings file in place of its name."""
+    if not settings_files(typed_words()):
+        return typed_words()
     from lockstep.trainer.settings_file import with_file  # other runs do not load it
 
-    return with_file(sys.argv[1:])
+    return with_file(typed_words())
 
 
 def described_task(config: Config) -> str:
     """Return the task of this process in words, as `describe_task` and with values that a settings file keeps."""
-    if not settings_files(sys.argv[1:]):
-        return describe_task(config, sys.argv[1:])
+    if not settings_files(typed_words()):
+        return describe_task(config, typed_words())
     from lockstep.trainer.settings_file import describe_command  # other runs do not load it
 
     return describe_command(config)
@@ -133,6 +133,9 @@ def described_task(config: Config) -> str:
 
 def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: str) -> str:
     """Return the command that continues a run. Arguments as for `next_steps`."""
+    if is_call():
+        place = f"run_root={str(run.parent)!r}, run_name={run.name!r}, resume='auto', updates={updates}"
+        return f"in Python: <the run>.resume(updates={updates}), or lockstep.train(<the same arguments>, {place})"
     # Its config.yaml holds all other settings, without secrets.
     again = [word for word in redact_words(words) if word.lstrip("+").startswith("run_root=") or REDACTED in word]
     again += [f"run_name={run.name}", "resume=auto", f"updates={updates}"]

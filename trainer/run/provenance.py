@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checkpoint.checkpoint import installed_version
+from lockstep.trainer.command_line import command
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.user_code import code_of_objective, hashes
@@ -29,7 +29,7 @@ def provenance() -> dict[str, Any]:
     """Return command without secrets, commit, packages, Python, machine and devices, but no host or user name."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "command": shlex.join(redact_words(sys.argv)),
+        "command": shlex.join(redact_words(command())),
         "code": code_version(Path(__file__).resolve().parents[1]),
         "packages": {package: version for package in PACKAGES if (version := installed_version(package))},
         "python": platform.python_version(),

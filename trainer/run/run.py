@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from lockstep.trainer.run.assembly import Assembly, Parts, choose
 from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
 from lockstep.trainer.run.interrupt import TERMINATED, Interrupt
 from lockstep.trainer.run.library_logs import ThirdPartyLog
-from lockstep.trainer.run.next_steps import described_task, resume_command, typed_words
+from lockstep.trainer.run.next_steps import all_words, described_task, resume_command
 from lockstep.trainer.run.provenance import with_hashes
 from lockstep.trainer.run.report import Reporter
 from lockstep.trainer.run.state import launcher_of, open_metrics, restore_state, save_model, save_state, state_of
@@ -41,11 +41,30 @@ if TYPE_CHECKING:
     from lockstep.trainer.run.profiling import StepProfiler
 
 
-def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: None) -> None:
-    """Train as configured. on_step: called on all ranks after step and logs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """Functions of the program that called for a run."""
+
+    on_step: Callable[[StepReport], None] = lambda report: None
+    """Called on all ranks after each step and its logs."""
+    on_rollout: Callable[[Rollout], None] = lambda rollout: None
+    """Called on the rank that sampled it, with its rewards or before them, as it arrives."""
+    on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda update, metrics: None
+    """Called on rank 0 with the number of the update and the metrics."""
+    stops: Callable[[], bool] = lambda: False
+    """Asked on all ranks before each step; the run ends in order if one says True."""
+    ends_process: bool = True
+    """False if the program goes on after the run: signals are then its own again."""
+
+
+def run(
+    config: Config, on_step: Callable[[StepReport], None] | None = None, callbacks: Callbacks | None = None
+) -> Path:
+    """Train as configured, and return the run directory. on_step: short for `Callbacks(on_step=...)`.
 
     Raises `LockstepError` on all ranks, and `SystemExit` on all ranks if SIGTERM to one of them stopped the run.
     """
+    callbacks = callbacks or Callbacks(on_step=on_step or Callbacks().on_step)
     libraries = ThirdPartyLog()
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
@@ -74,17 +93,18 @@ def run(config: Config, on_step: Callable[[StepReport], None] = lambda report: N
                 console.warn(f"programs of the model run with your rights ({name}=true)")
             for sentence in algorithm_warnings(config.algorithm, config.correction):
                 console.warn(sentence)
-            life = Life(config, distributed, directory, console)
+            life = Life(config, distributed, directory, console, callbacks)
             torch.manual_seed(config.seed)
             parts = Assembly(config, distributed, directory, loop, console, libraries).parts()
             life.begin(parts, start)
             with gc_frozen():
-                life.train(parts, on_step)
+                life.train(parts)
         if life.is_terminated:
             distributed.barrier()  # at the first status that is not 0, a launcher ends its other ranks
             life.close()
     if life.is_terminated:
         raise SystemExit(TERMINATED)
+    return directory.path
 
 
 def periodic_works(config: Config) -> dict[str, PeriodicWork]:
@@ -101,8 +121,16 @@ def periodic_works(config: Config) -> dict[str, PeriodicWork]:
 class Life:
     """The life of a run around `Trainer.step`: stops, checkpoints, evaluations, reports."""
 
-    def __init__(self, config: Config, distributed: Distributed, directory: RunDirectory, console: RunConsole) -> None:
+    def __init__(
+        self,
+        config: Config,
+        distributed: Distributed,
+        directory: RunDirectory,
+        console: RunConsole,
+        callbacks: Callbacks,
+    ) -> None:
         self._config = config
+        self._callbacks = callbacks
         self._distributed = distributed
         self._directory = directory
         self._console = console
@@ -130,13 +158,13 @@ class Life:
 
     def begin(self, parts: Parts, start: Path | None) -> None:
         """Restore the checkpoint to start from, and open the logs; from here on signals wait for an update."""
-        self._interrupt = Interrupt()
+        self._interrupt = Interrupt(ends_process=self._callbacks.ends_process)
         resumption = None if start is None else restore_state(start, parts, self._directory, self._console)
         if self._distributed.is_main:
             metrics = open_metrics(parts, self._directory, self._console, resumption)
             self._reporter = Reporter(parts, self._directory, self._console, metrics)
 
-    def train(self, parts: Parts, on_step: Callable[[StepReport], None]) -> None:
+    def train(self, parts: Parts) -> None:
         """Make all updates, then write the final checkpoint and model."""
         trainer, settings = parts.trainer, self._config
         is_saved = not trainer.version or (self._directory.checkpoints / f"step-{trainer.version}").is_dir()
@@ -165,7 +193,7 @@ class Life:
                 self._checkpoint_s = 0.0
                 if is_due(settings.checkpoint.every, before=before, after=report.update):
                     self._save(parts, self._state(parts))
-                on_step(report)
+                self._callbacks.on_step(report)
                 self._refuse_disagreement(report)
             if self._saved_at != trainer.version:
                 self._save(parts, self._state(parts))
@@ -205,6 +233,7 @@ class Life:
             def on_rollout(rollout: Rollout) -> None:
                 on_bar(rollout)
                 lines.rollout(rollout)
+                self._callbacks.on_rollout(rollout)
 
             return parts.trainer.step(on_rollout, lines.stage)
 
@@ -239,6 +268,8 @@ class Life:
                     self._reporter.evaluation(evaluation, update)
         if failure is None:
             self._console.did("evaluation", time.perf_counter() - start)
+        if metrics:
+            self._callbacks.on_evaluation(update, metrics)
         return metrics
 
     def _state(self, parts: Parts) -> TrainerState:
@@ -272,7 +303,7 @@ class Life:
         status = f"update {self._saved_at} is saved" if self._saved_at > 0 else "no update is saved"
         status += f" (update {whole.update} is not, because {problem})" if problem else ""
         command = resume_command(
-            typed_words(),
+            all_words(),
             run=self._directory.path,
             updates=self._config.updates,
             launcher=launcher_of(self._distributed),
@@ -281,7 +312,7 @@ class Life:
 
     def _must_stop(self) -> bool:
         """Return True if any rank was asked to stop or is out of time; agreed by all: the next step is a collective."""
-        stops = self._interrupt.requested or self._wall_time.is_over
+        stops = self._interrupt.requested or self._wall_time.is_over or self._callbacks.stops()
         votes = self._distributed.sum(torch.tensor([float(stops), float(self._interrupt.terminated)])).tolist()
         self.is_terminated = votes[1] > 0
         return votes[0] > 0

@@ -20,10 +20,10 @@ from lockstep.trainer.model.critic import ActorCritic, policy_of, save_critic
 from lockstep.trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.metrics_log import MetricsLog
+from lockstep.trainer.observe.trackers.tracker import Lineage
 from lockstep.trainer.observe.trackers.view import lockstep, program, short_path
-from lockstep.trainer.observe.trackers.wandb_run import Lineage
 from lockstep.trainer.run.assembly import Parts
-from lockstep.trainer.run.next_steps import next_steps, typed_words
+from lockstep.trainer.run.next_steps import all_words, next_steps
 from lockstep.trainer.run.provenance import provenance
 from lockstep.trainer.update.entropy_control import EntropyControl
 
@@ -157,7 +157,7 @@ def save_model(
     console.say(
         next_steps(
             config,
-            typed_words(),
+            all_words(),
             run=directory.path,
             model=directory.model,
             adapter=adapter,

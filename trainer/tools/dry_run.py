@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +42,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import make_chat, make_rewards, make_sampling
 from lockstep.trainer.checks.names import group_wise_rewards, scores_groups_alone
+from lockstep.trainer.command_line import typed_words
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
@@ -160,7 +160,7 @@ def dry_run(config: Config) -> None:
         if batch:
             console.print(Rule("[bold]the first demonstrations[/bold]", style="dim", align="left"))
             _print_rows(console, batch.rows[:SHOWN_ROWS], texts)
-    overrides = shlex.join(redact_words([word for word in sys.argv[1:] if not word.startswith("dry_run=")]))
+    overrides = shlex.join(redact_words([word for word in typed_words() if not word.startswith("dry_run=")]))
     launcher = lockstep() if distributed.world_size == 1 else f"{program('accelerate')} launch ... -m lockstep"
     console.print(Rule(style="dim"))
     for warning in (*unrewarded_answers(rollouts), *unknown_names(config.teacher.context or "", rollouts)):

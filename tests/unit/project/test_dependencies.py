@@ -19,6 +19,7 @@ LIBRARY = ("lab", "integrations", "trainer", "rollout", "rewards", "demo")
 OURS = {"lockstep", "scripts", "benchmarks", "examples", "tests", "harness", "gradients"}
 """Packages of this repository; the last two are beside the programs that import them."""
 NOT_DECLARED = {
+    "IPython",  # a kernel has it
     "bitsandbytes",  # optimizer.name=adamw_8bit names the command that installs it
     "referencing",  # the registry of jsonschema's own interface
     "triton",  # a part of the CUDA builds of torch

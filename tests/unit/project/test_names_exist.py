@@ -21,7 +21,9 @@ def sources() -> list[Path]:
 
 def path_of(module: str) -> Path | None:
     """Return the file of one of our modules, or the folder of a package without one; None if there is neither."""
-    stem = ROOT.joinpath(*module.removeprefix("lockstep.").split("."))
+    parts = module.removeprefix("lockstep.").split(".")
+    is_beside = module.startswith("lockstep.") and (ROOT / "lockstep" / f"{parts[0]}.py").is_file()
+    stem = ROOT.joinpath(*["lockstep"] * is_beside, *parts)
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py", stem) if path.exists()), None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.rewards.functions import ISOLATED
+from lockstep.rewards.functions import ISOLATED, runs_in_worker
 from lockstep.trainer.config.conditions import WORKERS
 from lockstep.trainer.setting import setting
 
@@ -61,4 +61,4 @@ class RewardConfig:
     @property
     def uses_workers(self) -> bool:
         """True if a reward function runs in a worker process."""
-        return any(spec in ISOLATED or (":" in spec and self.isolation == "process") for spec in self.functions)
+        return any(spec in ISOLATED or runs_in_worker(spec, self.isolation) for spec in self.functions)

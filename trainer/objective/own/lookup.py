@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.user_functions import load_function
+from lockstep.rollout.system.user_functions import load_function, names_function
 from lockstep.trainer.objective.advantages import ADVANTAGES
 from lockstep.trainer.objective.declare import NEEDS, Advantage, Declared, PolicyLoss
 from lockstep.trainer.objective.losses import POLICY_LOSSES
 from lockstep.trainer.objective.own.outputs import checked_advantage, checked_critic_advantage, checked_loss
 from lockstep.trainer.objective.own.signature import own_arguments
-from lockstep.trainer.setting import names_function
 
 Kind = TypeVar("Kind", bound=Declared)
 

@@ -55,6 +55,28 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Origin of a run that was started from a checkpoint."""
+
+    run_id: str | None = None
+    """Id of the run that saved the checkpoint."""
+    update: int = 0
+    """Update of the checkpoint."""
+    is_same_run: bool = True
+    """True if the run continues in its own directory; False for a fork."""
+
+    @property
+    def continued_update(self) -> int | None:
+        """Update from which a run continues in its own directory; None for a new run or a fork."""
+        return self.update if self.is_same_run and self.update else None
+
+    @property
+    def parent(self) -> str | None:
+        """Branch point of a fork, in W&B's form; None for other runs."""
+        return None if self.run_id is None or self.is_same_run else f"{self.run_id}?_step={self.update}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Location of a tracker's data."""
 

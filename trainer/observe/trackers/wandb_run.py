@@ -14,12 +14,11 @@ import os
 import secrets
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
-from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Place, Table, Values
+from lockstep.trainer.observe.trackers.tracker import Histogram, Lineage, Medium, Page, Place, Table, Values
 from lockstep.trainer.observe.trackers.view import short_path
 
 log = logging.getLogger(__name__)
@@ -35,28 +34,6 @@ SUMMARIES = {
     "health/alarms": "max",
 }
 """Summary of a metric in the table of runs; by default the last value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lineage:
-    """Origin of a run that was started from a checkpoint."""
-
-    run_id: str | None = None
-    """Id of the run that saved the checkpoint."""
-    update: int = 0
-    """Update of the checkpoint."""
-    is_same_run: bool = True
-    """True if the run continues in its own directory; False for a fork."""
-
-    @property
-    def continued_update(self) -> int | None:
-        """Update from which a run continues in its own directory; None for a new run or a fork."""
-        return self.update if self.is_same_run and self.update else None
-
-    @property
-    def parent(self) -> str | None:
-        """Branch point of a fork, in W&B's form; None for other runs."""
-        return None if self.run_id is None or self.is_same_run else f"{self.run_id}?_step={self.update}"
 
 
 class WandbRun:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lockstep.trainer.checkpoint import checkpoint
-from lockstep.trainer.run.run import Life
+from lockstep.trainer.run.run import Callbacks, Life
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 
@@ -102,4 +102,5 @@ def test_a_rank_knows_that_another_one_got_sigterm(asked: tuple[float, ...], sto
     life._interrupt = SimpleNamespace(requested=False, terminated=False)
     life._wall_time = SimpleNamespace(is_over=False)
     life._distributed = Ranks(*asked)
+    life._callbacks = Callbacks()
     assert (life._must_stop(), life.is_terminated) == (stops, is_terminated)

@@ -1,0 +1,201 @@
+"""Arguments of `lockstep.train` as the content of a settings file, with objects under the names that it holds."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.user_functions import COPY, OBJECT
+from lockstep.trainer.compose import preset_names
+from lockstep.trainer.config.schema import Config
+from lockstep.trainer.data.given_rows import given_rows
+
+SHORT = {"model": "path", "data": "path", "environment": "name", "reward": "functions"}
+"""Setting of a section that an argument sets which is not a dictionary of its settings."""
+ROWS = re.compile(r"data\.(path|heldout_path)|(data\.sources|eval\.sets)\.[^.]+\.path")
+"""Settings that take rows."""
+PLAYS = ({"reset", "step"}, {"run"})
+"""Methods of an environment."""
+
+
+class Copies:
+    """Factory of the environments of episodes: copies of an instance."""
+
+    def __init__(self, instance: Any) -> None:
+        self._instance = instance
+        if hasattr(instance, "declaration"):
+            self.declaration = instance.declaration
+
+    def __call__(self) -> Any:
+        return copy.deepcopy(self._instance)
+
+
+@dataclass
+class Arguments:
+    """Arguments that are being turned into settings."""
+
+    objects: dict[str, Any] = field(default_factory=dict)
+    """By the name that settings hold."""
+    run_root: str = field(default_factory=lambda: Config().run_root)
+    reward_prefix: str = OBJECT
+
+    def content(self, given: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of a settings file for arguments on top of those of a file. Raises `ConfigError`."""
+        arguments = dict(given)
+        tokenizer, tools = arguments.pop("tokenizer", None), arguments.pop("tools", ())
+        heldout, rewards = arguments.pop("heldout", None), arguments.pop("rewards", None)
+        presets = {**{key: value for entry in file.get("defaults", ()) for key, value in entry.items()}}
+        for entry in arguments.pop("defaults", ()):
+            presets |= entry
+        tree = copy.deepcopy({key: value for key, value in file.items() if key != "defaults"})
+        for name, value in arguments.items():
+            section, dot, _ = name.partition(".")
+            if not dot and isinstance(value, str) and value in preset_names(section):
+                presets[section] = value
+            elif not dot and section in SHORT and not _is_dictionary(value):
+                _put(tree, f"{section}.{SHORT[section]}", value)
+            elif not dot and isinstance(value, str) and preset_names(section):
+                presets[section] = value  # the check of presets says which there are
+            else:
+                _put(tree, name, value)
+        if heldout is not None:
+            _put_heldout(tree, heldout)
+        if rewards is not None:
+            _put_rewards(tree, rewards)
+        if tools:
+            _put(tree, "environment.settings.files", list(tools))
+            if "environment" not in presets and "name" not in tree["environment"]:
+                presets["environment"] = "tools"
+        if isinstance(tree.get("run_root"), str | Path):
+            self.run_root = str(tree["run_root"])
+        if isinstance(tree.get("reward"), Mapping) and tree["reward"].get("isolation") == "process":
+            self.reward_prefix = COPY
+        model = tree.get("model", {}).get("path") if isinstance(tree.get("model"), Mapping) else None
+        if model is not None and not isinstance(model, str | Path):
+            tree["model"]["path"] = stored_model(model, tokenizer, Path(self.run_root))
+        elif tokenizer is not None:
+            raise ConfigError("tokenizer: found one without a loaded model, whose folder would have it; leave it out")
+        plain = self._plain("", tree)
+        return {**({"defaults": [{name: value} for name, value in presets.items()]} if presets else {}), **plain}
+
+    def _plain(self, name: str, value: Any) -> Any:
+        """Return a value as a settings file would hold it."""
+        if _is_dictionary(value):
+            return {str(key): self._plain(f"{name}.{key}".lstrip("."), item) for key, item in value.items()}
+        if isinstance(value, str | Path):
+            return str(value).replace("${", "\\${")  # a text of Python refers to nothing
+        if value is not None and ROWS.fullmatch(name):
+            key, rows = given_rows(value, of=name.removesuffix(".path").replace(".", "-"), say=print)
+            self.objects[key] = rows
+            return f"{OBJECT}{key}"
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, list | tuple):
+            return [self._plain(name, item) for item in value]
+        if name == "environment.name" and not callable(value):
+            return self._environment(value)
+        if callable(value):
+            prefix = self.reward_prefix if name == "reward.functions" else OBJECT
+            return f"{prefix}{self._keep(value)}"
+        if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+            return value.item()  # a scalar of NumPy or torch
+        raise ConfigError(f"{name}: found {type(value).__name__}, expected a value, a function or a class")
+
+    def _environment(self, instance: Any) -> str:
+        kind = type(instance).__name__
+        if not any(methods <= set(dir(instance)) for methods in PLAYS):
+            raise ConfigError(f"environment: found {kind}, expected a name, or a class with the methods reset and step")
+        try:
+            copy.deepcopy(instance)
+        except Exception as error:  # of the instance's own methods
+            raise ConfigError(
+                f"environment: each episode plays a copy of the {kind}, which cannot be copied: {error}; pass the class"
+            ) from error
+        return f"{OBJECT}{self._keep(Copies(instance), kind)}"
+
+    def _keep(self, value: Callable[..., Any], name: str | None = None) -> str:
+        """Keep an object under its own name, or one with a number if another has it."""
+        function = value.func if isinstance(value, functools.partial) else value
+        name = name or getattr(function, "__name__", type(function).__name__).strip("<>")
+        names = (name, *(f"{name}_{number}" for number in range(2, 1000)))
+        name = next(one for one in names if self.objects.get(one, value) is value)
+        self.objects[name] = value
+        return name
+
+
+def _is_dictionary(value: Any) -> bool:
+    """Return True for a dictionary of settings; False also for the splits of `datasets`, which is refused as rows."""
+    return isinstance(value, Mapping) and not hasattr(value, "column_names")
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a setting by its dotted name; dictionaries are merged."""
+    *sections, last = name.split(".")
+    for section in sections:
+        if not isinstance(tree.setdefault(section, {}), dict):
+            raise ConfigError(f"{name}: found {section}={tree[section]} beside it, expected a dictionary of settings")
+        tree = tree[section]
+    if _is_dictionary(value) and isinstance(tree.get(last), dict):
+        for key, item in value.items():
+            _put(tree[last], str(key), item)
+    else:
+        tree[last] = dict(value) if _is_dictionary(value) else value
+
+
+def _put_heldout(tree: dict[str, Any], heldout: Any) -> None:
+    if not _is_dictionary(heldout):
+        _put(tree, "data.heldout_path", heldout)
+        return
+    for name, rows in heldout.items():
+        _put(tree, f"eval.sets.{name}.path", rows)
+
+
+def _put_rewards(tree: dict[str, Any], rewards: Any) -> None:
+    weights = list(rewards.values()) if isinstance(rewards, Mapping) else None
+    functions = list(rewards) if isinstance(rewards, Mapping | Sequence) and not isinstance(rewards, str) else [rewards]
+    _put(tree, "reward.functions", functions)
+    if weights:
+        _put(tree, "reward.weights", weights)
+
+
+def stored_model(model: Any, tokenizer: Any, run_root: Path) -> str:
+    """Write a loaded model and its tokenizer below `run_root`, under the hash of the files, and return the path.
+
+    Engine, checkpoints and evaluations read it from there. Raises `ConfigError` for other values.
+    """
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise ConfigError(f"model: found {type(model).__name__}, expected a path, or a model of transformers")
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            "model: found one with adapters of peft; pass model={'path': <its base model>, 'lora': {'rank': 16}} for "
+            "new ones, or 'adapters': {'<name>': '<their folder>'} for saved ones"
+        )
+    if tokenizer is None:
+        raise ConfigError("model: found a loaded one without its tokenizer; pass tokenizer=<it>, too")
+    folder = run_root / ".models"
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder, prefix="unfinished-"))
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        digest = hashlib.sha256()
+        for file in sorted(unfinished.iterdir()):
+            with file.open("rb") as content:
+                digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+        place = folder / f"{type(model).__name__}-{digest.hexdigest()[:12]}"
+        if not place.exists():
+            unfinished.rename(place)
+            size = sum(file.stat().st_size for file in place.iterdir())
+            print(f"the loaded model is trained from its copy in {place} ({size / 2**30:.2f} GiB); it stays as it is")
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return str(place)
