@@ -33,7 +33,8 @@ from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recompute
 from lockstep.trainer.credit.targets import Logprobs, Targets, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
-from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
+from lockstep.trainer.objective.correction.mismatch import noise_floor, quantization_cost
+from lockstep.trainer.objective.correction.names import QUANTIZATION_K3
 from lockstep.trainer.observe.metrics_log import BATCH
 from lockstep.trainer.observe.step_metrics import StepReport, step_metrics, trained_rollout_metrics
 from lockstep.trainer.score.reference import Reference
@@ -139,6 +140,7 @@ class Trainer:
                     version=version,
                     noise_floor=self.noise_floor,
                     settings=self._config.correction,
+                    pass_threshold=self._config.eval.pass_threshold,
                 )
             )
         return StepReport(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.objective.correction.mismatch import PREFIX, QUANTIZATION_K3
+from lockstep.trainer.objective.correction.names import PREFIX, QUANTIZATION_K3
 
 K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
 """k3 below which two correct programs may differ, by `model.dtype`, with a margin of ten or more. Two float32 programs
@@ -111,7 +111,8 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             "that the engine did not sample. Run lockstep diagnose."
         )
     is_taught = "teacher/kl" in metrics  # a signal without rewards
-    if metrics.get("reward/zero_std_fraction") == 1.0 and metrics.get("reward/std") != 0.0 and not is_taught:
+    is_flat = metrics.get("reward/zero_std_fraction") == 1.0 and metrics.get("reward/std") != 0.0
+    if is_flat and not is_taught and not _is_solved(metrics, thresholds):
         messages.append(
             "reward/zero_std_fraction is 1: the rollouts of each prompt have equal rewards, so none is better than "
             f"another. With policy/entropy {metrics.get('policy/entropy', math.nan):.3g} the policy may repeat itself: "
@@ -167,11 +168,11 @@ def _k3_limit(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> floa
 
 def notes(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:
     """Return one message per metric that is as good as it can be."""
-    if metrics.get("reward/std") != 0.0 or not _is_solved(metrics, thresholds):
+    if not _is_solved(metrics, thresholds):
         return []
     return [
-        f"reward/mean is {metrics['reward/mean']:g} for every rollout of this step: all are solved, so none is better "
-        "than another. Harder data trains further; algorithm.dynamic_sampling=true leaves solved prompts out."
+        f"reward/mean is {metrics['reward/mean']:g}, and all rollouts of this step are solved, so none is better than "
+        "another of its prompt. Harder data trains further; algorithm.dynamic_sampling=true leaves solved prompts out."
     ]
 
 
@@ -183,4 +184,6 @@ def dropped(metrics: Mapping[str, float]) -> str:
 
 
 def _is_solved(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> bool:
-    return metrics.get("reward/mean", -math.inf) >= thresholds.solved
+    """True if the rollouts of each prompt have equal rewards, all at least those of a solved one."""
+    is_equal = metrics.get("reward/std") == 0.0 and metrics.get("reward/mean", -math.inf) >= thresholds.solved
+    return is_equal or metrics.get("reward/flat_solved_fraction") == 1.0

@@ -60,6 +60,7 @@ def trained_rollout_metrics(
     version: int,
     noise_floor: Mapping[str, float],
     settings: CorrectionConfig,
+    pass_threshold: float,
 ) -> dict[str, float]:
     """Return the metrics of a step that need rollouts: theirs, and those of correction, reference and teacher.
 
@@ -68,8 +69,9 @@ def trained_rollout_metrics(
         correction: the correction as it was applied.
         version: of the weights before the update.
         noise_floor: as last measured.
+        pass_threshold: lowest reward of a rollout that passes.
     """
-    metrics = rollout_metrics(collected, batch)
+    metrics = rollout_metrics(collected, batch, pass_threshold)
     if settings.mode != "none" and batch.layout.num_tokens:
         metrics |= mismatch_metrics(
             trained_N,
@@ -90,7 +92,7 @@ def trained_rollout_metrics(
     return metrics
 
 
-def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
+def rollout_metrics(collected: Collected, batch: StepBatch, pass_threshold: float) -> dict[str, float]:
     """Return counts and means over rollouts and rows; on ranks without rollouts only over rows."""
     metrics = {
         "rollout/delivered": float(batch.num_rollouts),
@@ -101,7 +103,7 @@ def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
         return metrics
     return (
         metrics
-        | _reward_metrics(collected.rollouts)
+        | reward_metrics(collected.rollouts, pass_threshold)
         | _sampling_metrics(collected.rollouts)
         | token_metrics(collected.trained, batch)
         | outcome_metrics(collected.rollouts)
@@ -109,13 +111,20 @@ def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
     )
 
 
-def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def reward_metrics(rollouts: Sequence[Rollout], pass_threshold: float) -> dict[str, float]:
     """Return metrics over all rollouts with a reward, including groups that dynamic sampling drops."""
     scored_rollouts = [rollout for rollout in rollouts if rollout.is_trainable]
     if not scored_rollouts:
         return {}
     rewards = np.array([rollout.reward for rollout in scored_rollouts])
     metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    rewards_of: dict[int, set[float]] = {}
+    for rollout in scored_rollouts:
+        rewards_of.setdefault(rollout.group_id, set()).add(rollout.reward)
+    flat_rewards = [min(group) for group in rewards_of.values() if len(group) == 1]
+    num_solved = sum(reward >= pass_threshold for reward in flat_rewards)
+    metrics["reward/flat_solved_fraction"] = num_solved / len(rewards_of)
+    metrics["reward/flat_failed_fraction"] = (len(flat_rewards) - num_solved) / len(rewards_of)
     if OVERLONG in scored_rollouts[0].rewards:
         metrics[f"reward/{OVERLONG}/mean"] = float(np.mean([rollout.rewards[OVERLONG] for rollout in scored_rollouts]))
     return metrics
