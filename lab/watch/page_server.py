@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,8 @@ FILES = {
     "watch.css": (FOLDER / "page/watch.css", "text/css"),
     "uplot.css": (FOLDER / "uplot/uPlot.min.css", "text/css"),
     "uplot.js": (FOLDER / "uplot/uPlot.iife.min.js", "text/javascript"),
-    **{
-        name: (FOLDER / "page" / name, "text/javascript") for name in ("watch.js", "charts.js", "rollouts.js", "dom.js")
-    },
+    "icon.svg": (FOLDER / "page/icon.svg", "image/svg+xml"),
+    **{path.name: (path, "text/javascript") for path in (FOLDER / "page").glob("*.js")},
 }
 """Files of the page by their names in addresses, with their types."""
 NAMES_OF_THIS_MACHINE = ("localhost", "127.0.0.1")
@@ -111,9 +110,10 @@ class PageServer:
         head["panels"] = _panels(head["names"])
         numbers: list[np.ndarray] = []
         if ends:
-            low = min(start for start, _ in ends) if low is None or not math.isfinite(low) else low
-            high = max(end for _, end in ends) if high is None or not math.isfinite(high) else high
-            grid = Grid.over(low, max(low, high), points=points, is_whole=not hours)
+            first, last = min(start for start, _ in ends), max(end for _, end in ends)
+            low = first if low is None else min(max(low, first), last)
+            high = last if high is None else min(max(high, low), last)
+            grid = Grid.over(low, high, points=points, is_whole=not hours)
             head |= {"grid": [grid.start, grid.width], "count": grid.count}
             since = since if wish.get("grid") == head["grid"] else 0
             head["isWhole"] = not since
@@ -237,7 +237,5 @@ def serve(root: Path, port: int) -> None:
         finally:
             await runner.cleanup()
 
-    try:
+    with suppress(KeyboardInterrupt):
         asyncio.run(run())
-    except KeyboardInterrupt:
-        pass

@@ -201,10 +201,8 @@ def _whole(rollout: Rollout, file: str, number: int, texts: Callable[[int], str]
     left = MAX_TOKENS
     calls = []
     for call in rollout.calls:
-        prompt_ids, sampled_ids = (
-            call.prompt.own_ids[:left],
-            call.sampled_ids[: max(0, left - len(call.prompt.own_ids))],
-        )
+        prompt_ids = call.prompt.own_ids[:left]
+        sampled_ids = call.sampled_ids[: left - len(prompt_ids)]
         left -= len(prompt_ids) + len(sampled_ids)
         calls.append({
             "prompt": [(token, texts(token)) for token in prompt_ids],

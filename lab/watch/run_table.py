@@ -169,11 +169,11 @@ class RunTable:
             self.find()
         locked, now = _locked_files(), time.time()
         newest_first = sorted(self.runs.values(), key=_modified_at, reverse=True)
-        is_complete = all([run.refresh(deadline) for run in newest_first])
+        num_known = sum(run.refresh(deadline) for run in newest_first)
         return {
             "root": safe_text(str(self.root), 4 * MAX_NAME),
             "runs": [run.row(locked, now) for run in newest_first],
-            "isComplete": is_complete,
+            "isComplete": num_known == len(newest_first),
         }
 
     def refresh_columns(self, runs: list[WatchedRun], deadline: float) -> float:
