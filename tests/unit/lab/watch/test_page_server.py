@@ -96,8 +96,12 @@ class TestSafety:
 
     @pytest.mark.parametrize(
         "path",
-        ["rollout", "rollouts", "rollouts?run=x", "rollout?run=RUN&place=../x:1", "rollout?run=RUN&place=step-1.jsonl:٣", "rollout?run=RUN&place=step-000010.jsonl:99", "rollouts?run=RUN&file=../../x", "rollouts?run=RUN&order=x", "rollouts?run=RUN&prompt=x"],
-    )  # fmt: skip
+        [
+            *("rollout", "rollouts", "rollouts?run=x", "rollouts?run=RUN&order=x", "rollouts?run=RUN&prompt=x"),
+            *("rollouts?run=RUN&file=../../x", "rollout?run=RUN&place=../x:1", "rollout?run=RUN&place=step-1.jsonl:٣"),
+            "rollout?run=RUN&place=step-000010.jsonl:99",
+        ],
+    )
     async def test_a_request_for_what_does_not_exist_gets_a_sentence(self, client: TestClient, path: str):
         answer = await client.get("/api/" + path.replace("RUN", (await runs(client))["one"]))
         assert answer.status == 400

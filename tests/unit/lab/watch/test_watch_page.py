@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,8 @@ from tests.unit.lab.pages.test_run_report import HOSTILE, rollout
 
 COMPLETE = "document.body?.dataset.complete === 'true'"
 LABEL = "document.querySelector('#sections figure .plot')?.getAttribute('aria-label')"
+HAS_PIXELS = "(c) => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((value) => value)"
+BOX = "JSON.parse(JSON.stringify(document.querySelector('.u-over').getBoundingClientRect()))"
 TITLES = "[...document.querySelectorAll('#sections .slot:not([hidden]) figcaption > b')].map((e) => e.textContent)"
 
 
@@ -49,12 +52,13 @@ async def test_charts_show_the_numbers_of_the_runs_and_follow_them(tmp_path: Pat
         await page.until(f"{LABEL}?.startsWith('Reward; last: ')")
         last = json.loads((first / "metrics.jsonl").read_text().splitlines()[-1])["reward/mean"]
         assert f"{first.name} {float(f'{last:.3g}')}" in await page.evaluate(LABEL)
-        drawn = "[...document.querySelectorAll('#sections figure canvas')].filter((c) => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v) => v)).length"
+        drawn = "[...document.querySelectorAll('#sections figure canvas')].filter(hasPixels).length"
+        await page.evaluate(f"void (window.hasPixels = {HAS_PIXELS})")
         assert await page.evaluate(drawn) >= 3
         assert "Reward functions: correct" in await page.evaluate(TITLES)
         line = {
             "step": 31,
-            **metrics(31, 0.5, __import__("random").Random(0)),
+            **metrics(31, 0.5, random.Random(0)),
             "reward/mean": 0.125,
             "time/unix": time.time(),
         }
@@ -70,9 +74,8 @@ async def test_search_zoom_and_choice_of_runs_work_and_are_in_the_address(tmp_pa
         await page.type("search", "^optim/")
         await page.until(f'JSON.stringify({TITLES}) === \'["optim/grad_norm","optim/lr"]\'')
         await page.until("document.querySelectorAll('#sections canvas').length === 2")
-        left, top, width, height = await page.evaluate(
-            "(() => { const r = document.querySelector('.u-over').getBoundingClientRect(); return [r.left, r.top, r.width, r.height]; })()"
-        )
+        box = await page.evaluate(BOX)
+        left, top, width, height = (box[name] for name in ("left", "top", "width", "height"))
         await page.drag((left + width * 0.25, top + height / 2), (left + width * 0.5, top + height / 2))
         await page.until("!document.getElementById('reset').hidden")
         address = await page.evaluate("location.hash")
