@@ -15,7 +15,7 @@ class Panel:
     curves: Mapping[str, str]
     """Regular expression of whole metric names by the name of the curve, in which `*` becomes the first group."""
     meaning: str
-    """What to look for, in a sentence."""
+    """Advice for the reader, in sentences."""
     unit: str = ""
     limits: tuple[float | None, float | None] = (None, None)
     """Values that the axis must include."""
@@ -33,14 +33,14 @@ class Panel:
 
     def metrics(self, names: Iterable[str]) -> dict[str, str]:
         """Return the metric of each curve that is among the names, in the order of the curves."""
-        found: dict[str, str] = {}
+        metrics: dict[str, str] = {}
         ordered = sorted(names)
         for curve, pattern in self.curves.items():
             for name in ordered:
                 if match := re.fullmatch(pattern, name):
                     star = match.group(1) or "" if match.re.groups else ""
-                    found[curve.replace("*", star.replace("_", " ")).strip()] = name
-        return found
+                    metrics[curve.replace("*", star.replace("_", " ")).strip()] = name
+        return metrics
 
 
 SHARE = (0.0, 1.0)

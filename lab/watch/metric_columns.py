@@ -94,15 +94,15 @@ class MetricColumns:
 
     @property
     def names(self) -> Iterable[str]:
-        return self._shown._places.keys()
+        return self._source._places.keys()
 
     @property
-    def _shown(self) -> MetricColumns:
+    def _source(self) -> MetricColumns:
         return self if self._preview is None else self._preview
 
     def refresh(self, deadline: float) -> bool:
         """Read what was appended, or the whole file if it was replaced, until `deadline` of `time.monotonic`. Return
-        whether numbers changed. Raises OSError."""
+        whether the numbers of `series` changed. Raises OSError."""
         with opened_plain(self.path) as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
@@ -116,10 +116,10 @@ class MetricColumns:
             while num_read and time.monotonic() < deadline:
                 file.seek(self._offset)
                 num_read = self._take(file.read(CHUNK))
-                has_changed |= num_read > 0
+                has_changed |= num_read > 0 and self._preview is None
         self.read_share = self._offset / status.st_size if num_read else 1.0
-        if self.read_share == 1.0:
-            self._preview = None
+        if self.read_share == 1.0 and self._preview is not None:
+            self._preview, has_changed = None, True
         return has_changed
 
     def _is_other(self, file: BinaryIO, identity: tuple[int, int], size: int) -> bool:
@@ -188,17 +188,17 @@ class MetricColumns:
 
     def extent(self, *, hours: bool) -> tuple[float, float] | None:
         """Return the ends of the x axis; None without lines."""
-        shown = self._shown
-        x = shown._x[int(hours), : shown.num_lines]
+        source = self._source
+        x = source._x[int(hours), : source.num_lines]
         return (float(x.min()), float(x.max())) if len(x) else None
 
     def series(self, name: str, grid: Grid, *, hours: bool) -> np.ndarray | None:
         """Return the buckets of a metric as `bucketed` does; None if the run has no such metric."""
-        shown = self._shown
-        place = shown._places.get(name)
+        source = self._source
+        place = source._places.get(name)
         if place is None:
             return None
-        x, y = shown._x[int(hours), : shown.num_lines], shown._values[place, : shown.num_lines]
+        x, y = source._x[int(hours), : source.num_lines], source._values[place, : source.num_lines]
         if (np.diff(x) < 0).any():  # lines in another order than a run writes
             order = np.argsort(x, kind="stable")
             x, y = x[order], y[order]

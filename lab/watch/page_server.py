@@ -20,7 +20,7 @@ from aiohttp import web
 
 from lockstep.lab.pages.panels import SECTIONS
 from lockstep.lab.watch.metric_columns import Grid
-from lockstep.lab.watch.rollout_search import ORDERS, Query, RolloutSearch
+from lockstep.lab.watch.rollout_search import Query, RolloutSearch
 from lockstep.lab.watch.run_table import RunTable, WatchedRun
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import safe_text
@@ -44,7 +44,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-READING_S = 0.25
+READING_S = 0.4
 """Longest time that an answer waits for files."""
 SEARCH_S = 2.0
 MAX_REQUEST = 2**17
@@ -144,13 +144,13 @@ class PageServer:
                 only_failed=words.get("failed") == "1",
             )
             if words.get("all") == "1":
-                found = self._search.of_all_steps(
+                rollouts = self._search.of_all_steps(
                     run, query, before=words.get("before", ""), deadline=time.monotonic() + SEARCH_S
                 )
             else:
                 nothing = {"rollouts": [], "count": 0, "damaged": 0, "before": ""}
-                found = self._search.of_step(run, file, query) if file else nothing
-            return _json({"files": files, "file": file, "orders": list(ORDERS), **found})
+                rollouts = self._search.of_step(run, file, query) if file else nothing
+            return _json({"files": files, "file": file, **rollouts})
 
         return await _in(self._rollouts, answer)
 

@@ -29,7 +29,7 @@ MAX_MESSAGE = 20_000
 MAX_TOKENS = 20_000
 """Tokens of a rollout that are shown."""
 DAMAGE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What a line that is not a rollout raises."""
+"""Errors of a line that is not a rollout."""
 
 ORDERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "saved": lambda head: head["line"],
@@ -42,7 +42,7 @@ ORDERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What a list shows. Raises ConfigError for an unknown order."""
+    """Filters and order of a list. Raises ConfigError for an unknown order."""
 
     order: str = "saved"
     text: str = ""
@@ -60,16 +60,16 @@ class Query:
         """Words that a line of a file holds if its rollout is in the list, however JSON writes the rest."""
         return re.findall("[a-z0-9]+", f"{self.text} {self.prompt}".lower())
 
-    def takes(self, shown: Shown) -> bool:
+    def takes(self, entry: Entry) -> bool:
         return (
-            self.text.lower() in shown.text
-            and self.prompt in ("", shown.prompt)
-            and (shown.head["isFailed"] or not self.only_failed)
+            self.text.lower() in entry.text
+            and self.prompt in ("", entry.prompt)
+            and (entry.head["isFailed"] or not self.only_failed)
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class Entry:
     """A rollout of a list."""
 
     head: dict[str, Any]
@@ -82,7 +82,7 @@ class RolloutSearch:
     """Rollouts of watched runs. Lists of files that have not changed are kept."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Any, ...], tuple[list[Shown], int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], tuple[list[Entry], int]] = OrderedDict()
 
     def files(self, run: WatchedRun) -> list[str]:
         """Return the names of the run's files of rollouts, oldest first."""
@@ -93,8 +93,8 @@ class RolloutSearch:
 
     def of_step(self, run: WatchedRun, file: str, query: Query) -> dict[str, Any]:
         """Return the rollouts of one file. Raises OSError."""
-        shown, num_damaged = self._read(run, file, [])
-        heads = sorted((one.head for one in shown if query.takes(one)), key=ORDERS[query.order])
+        entries, num_damaged = self._read(run, file, [])
+        heads = sorted((one.head for one in entries if query.takes(one)), key=ORDERS[query.order])
         return {"rollouts": heads[:MAX_SHOWN], "count": len(heads), "damaged": num_damaged, "before": ""}
 
     def of_all_steps(self, run: WatchedRun, query: Query, *, before: str, deadline: float) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class RolloutSearch:
                 break
         return {"rollouts": heads, "count": len(heads), "damaged": 0, "before": goes_on}
 
-    def _read(self, run: WatchedRun, file: str, words: Sequence[str]) -> tuple[list[Shown], int]:
+    def _read(self, run: WatchedRun, file: str, words: Sequence[str]) -> tuple[list[Entry], int]:
         """Return the rollouts of a file whose lines hold the words, and the number of damaged lines. Raises OSError."""
         path = _path(run, file)
         status = path.stat()
@@ -119,20 +119,20 @@ class RolloutSearch:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        shown, num_damaged = [], 0
+        entries, num_damaged = [], 0
         for number, line in enumerate(plain_lines(path)):
             lower = line.lower() if words else ""
             if not all(word in lower for word in words):
                 continue
             try:
-                shown.append(_shown(from_json(json.loads(line)), file, number))
+                entries.append(_entry(from_json(json.loads(line)), file, number))
             except DAMAGE:
                 num_damaged += 1
         if not words:
-            self._kept[key] = shown, num_damaged
+            self._kept[key] = entries, num_damaged
             if len(self._kept) > MAX_FILES:
                 self._kept.popitem(last=False)
-        return shown, num_damaged
+        return entries, num_damaged
 
     def prompt_of(self, run: WatchedRun, file: str, number: int) -> str:
         """Return the text of a rollout's prompt, for a query. Raises OSError, ConfigError if there is none."""
@@ -162,7 +162,7 @@ def _path(run: WatchedRun, file: str) -> Path:
     return run.inside("rollouts", file)
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _message_text(message: Mapping[str, Any]) -> str:
     return "\n".join([content_text(message), *tool_calls(message), *map(str, message.get("tool_call_errors") or ())])
 
 
@@ -170,14 +170,14 @@ def _prompt(rollout: Rollout) -> str:
     return "\n".join(content_text(message) for message in rollout.prompt)
 
 
-def _shown(rollout: Rollout, file: str, number: int) -> Shown:
-    text = "\n".join(map(_said, rollout.messages)).lower()
-    return Shown(head=_head(rollout, file, number), prompt=_prompt(rollout), text=text)
+def _entry(rollout: Rollout, file: str, number: int) -> Entry:
+    text = "\n".join(map(_message_text, rollout.messages)).lower()
+    return Entry(head=_head(rollout, file, number), prompt=_prompt(rollout), text=text)
 
 
 def _head(rollout: Rollout, file: str, number: int) -> dict[str, Any]:
     question = next((content_text(m) for m in rollout.messages if m["role"] == "user"), "")
-    answer = next((_said(m) for m in reversed(rollout.messages) if m["role"] == "assistant"), "")
+    answer = next((_message_text(m) for m in reversed(rollout.messages) if m["role"] == "assistant"), "")
     return {
         "file": file,
         "line": number,
@@ -242,8 +242,8 @@ def _token_texts(run: WatchedRun) -> Callable[[int], str]:
     def text(token: int) -> str:
         if tokenizer is None:
             return f"[{token}]"
-        shown = tokenizer.decode([token], skip_special_tokens=False)
-        return shown if shown and "\ufffd" not in shown else tokenizer.id_to_token(token) or f"[{token}]"
+        piece = tokenizer.decode([token], skip_special_tokens=False)
+        return piece if piece and "\ufffd" not in piece else tokenizer.id_to_token(token) or f"[{token}]"
 
     return text
 

@@ -154,8 +154,8 @@ class RunTable:
         self.root = root.resolve()
         self.runs: dict[str, WatchedRun] = {}
         """By id, in the order of names."""
-        self.clock = 1
-        """Counts changes of columns."""
+        self.clock = time.time_ns() // 1_000_000
+        """Counts changes of columns, from a number that no earlier server has reached."""
 
     def find(self) -> None:
         """Look for new runs and forget deleted ones. Links are left out: runs/latest is another name of a run."""

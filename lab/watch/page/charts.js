@@ -3,6 +3,7 @@ import { make, number, state } from "./dom.js";
 
 export const NUM_COLORS = 8; // runs above which only the one in focus has a color
 const HEIGHT = 190, MAX_IN_TOOLTIP = 8, MAX_DECADES = 12;
+const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
 let palette = {};
 export function readPalette() {
   const style = getComputedStyle(document.documentElement);
@@ -148,8 +149,8 @@ export class Chart {
       width: this.box.clientWidth, height: HEIGHT, series, bands, legend: { show: false }, padding: [8, 10, 0, 0],
       scales: { x: { time: false, range: () => this.range }, y },
       axes: [
-        { ...axis, size: 24, space: 56, label: state.x === "hours" ? "hours" : "update", values: (_, ticks) => labels(ticks) },
-        { ...axis, size: (_, ticks) => 14 + 6.2 * Math.max(1, ...(ticks || [""]).map((tick) => tick.length)), space: 34, ...(decades ? { splits: logSplits, values: (_, ticks) => ticks.map((tick) => `1e${Math.round(Math.log10(tick))}`) } : { values: (_, ticks) => labels(ticks) }) },
+        { ...axis, size: 24, space: 56, label: state.x === "hours" ? "hours" : "update", ...(state.x === "hours" ? {} : { incrs: WHOLE }), values: (_, ticks) => labels(ticks) },
+        { ...axis, size: (_, ticks) => 14 + 6.2 * Math.max(1, ...(ticks || [""]).map((tick) => tick.length)), space: 34, ...(decades ? { splits: logSplits, filter: (_, ticks) => ticks, values: (_, ticks) => ticks.map((tick) => `1e${Math.round(Math.log10(tick))}`) } : { values: (_, ticks) => labels(ticks) }) },
       ],
       cursor: {
         sync: { key: "watch", setSeries: false }, y: false, drag: { x: true, y: false, setScale: false },
@@ -189,7 +190,7 @@ export class Chart {
     const rows = this.lines.filter((line) => value(line) != null).sort((a, b) => distance(a) - distance(b)).slice(0, MAX_IN_TOOLTIP).sort((a, b) => value(b) - value(a));
     const more = this.lines.length - rows.length;
     this.tooltip.replaceChildren(
-      make("div", { className: "soft" }, `${state.x === "hours" ? `${number(data[0][idx])} hours` : `update ${number(data[0][idx])}`}`),
+      make("div", { className: "soft" }, state.x === "hours" ? `${number(data[0][idx])} hours` : `update ${Math.round(data[0][idx]).toLocaleString("en-US")}`),
       ...rows.map((line) => make("div", { className: "row" }, swatch(line.color), make("span", { className: "name" }, line.name), make("b", {}, number(value(line))))),
       more > 0 ? make("div", { className: "soft" }, `${more} more`) : "",
     );

@@ -33,6 +33,7 @@ export async function readRollouts(runs) {
   if (!run) return;
   select.value = run.id;
   byId("r-order").value = state.order;
+  byId("r-order").disabled = state.all === "1"; // newest first
   byId("r-failed").checked = state.failed === "1";
   byId("r-all").checked = state.all === "1";
   if (byId("r-text").value !== state.text) byId("r-text").value = state.text;
@@ -44,8 +45,8 @@ export async function readRollouts(runs) {
 async function readList(from) {
   const run = byId("r-run").value;
   const { file, order, text, failed, all, prompt } = state;
-  const answer = await (await ask(`/api/rollouts?${new URLSearchParams({ run, file, order, text, failed, all, prompt, before: from })}`)).json();
   isStale = false;
+  const answer = await (await ask(`/api/rollouts?${new URLSearchParams({ run, file, order, text, failed, all, prompt, before: from })}`).catch((error) => { isStale = true; throw error; })).json();
   const files = [...answer.files].reverse(), select = byId("r-file");
   if (files.length !== select.options.length || select.options[0]?.value !== files[0])
     select.replaceChildren(...files.map((name) => make("option", { value: name }, name.replace(/^step-0*(\d+)/, "$1").replace(".jsonl", "").replace("-untrained-", " untrained "))));

@@ -3,7 +3,7 @@ import { ask, byId, change, duration, make, number, readAddress, state } from ".
 import { Chart, NUM_COLORS, Store, readPalette, swatch } from "./charts.js";
 import { readRollouts, startRollouts } from "./rollouts.js";
 
-const EVERY_MS = 3000, SOON_MS = 120, MAX_FOUND = 60, CHOSEN_AT_FIRST = 8;
+const EVERY_MS = 3000, SOON_MS = 60, DRAW_MS = 3000, MAX_FOUND = 60, CHOSEN_AT_FIRST = 8;
 const COLUMNS = [
   { key: "name", title: "run" },
   { key: "state", title: "state" },
@@ -15,7 +15,7 @@ const COLUMNS = [
   { key: "age", title: "last step", text: (run) => `${duration(run.age)} ago` },
 ];
 const store = new Store(), charts = new Map(), seen = new Set(), rows = new Map();
-let table = { runs: [] }, panels = [], names = [], sorting = null, timer = 0, isAsking = false, generation = 0;
+let table = { runs: [] }, panels = [], names = [], sorting = null, timer = 0, isAsking = false, isOutdated = false, drawnAt = 0, generation = 0;
 
 // Runs
 
@@ -127,6 +127,7 @@ const slotOf = (chart) => chart.figure.parentElement;
 const visibleCharts = () => (layOut.charts || []).filter((chart) => seen.has(slotOf(chart)) || slotOf(chart).hidden);
 
 function drawCharts() {
+  [isOutdated, drawnAt] = [false, performance.now()];
   const runs = shownRuns(), focus = focusOf(runs);
   for (const chart of visibleCharts()) {
     slotOf(chart).hidden = false; // a hidden chart has no width
@@ -174,9 +175,10 @@ async function readCharts() {
     const head = await askSeries(some, from);
     share = Math.min(share, head.share);
     if (head.panels) ({ panels, names } = head);
+    isOutdated ||= some === fresh || head.blocks?.length > 0;
   }
   layOut();
-  drawCharts();
+  if (isOutdated && (share === 1 || fresh.length || performance.now() - drawnAt > DRAW_MS)) drawCharts(); // drawing many lines takes time
   return share;
 }
 
