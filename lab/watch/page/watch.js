@@ -15,7 +15,7 @@ const COLUMNS = [
   { key: "age", title: "last step", text: (run) => `${duration(run.age)} ago` },
 ];
 const store = new Store(), charts = new Map(), seen = new Set(), rows = new Map();
-let table = { runs: [] }, panels = [], names = [], sorting = null, timer = 0, isAsking = false, isOutdated = false, drawnAt = 0, generation = 0;
+let table = { runs: [] }, panels = [], names = [], sorting = null, timer = 0, isAsking = false, version = 0, drawnAt = 0, generation = 0;
 
 // Runs
 
@@ -110,7 +110,7 @@ function layOut() {
   const wanted = wantedPanels(), sections = new Map();
   for (const panel of wanted) {
     const key = JSON.stringify([panel.section, panel.title, panel.curves]);
-    if (!charts.has(key)) charts.set(key, new Chart(panel, { zoom, refresh: soon }));
+    if (!charts.has(key)) charts.set(key, new Chart(panel, { zoom, refresh: () => { version += 1; soon(); } }));
     sections.set(panel.section, [...(sections.get(panel.section) || []), charts.get(key)]);
   }
   const key = JSON.stringify(wanted.map((panel) => [panel.section, panel.title, panel.curves]));
@@ -127,9 +127,11 @@ const slotOf = (chart) => chart.figure.parentElement;
 const visibleCharts = () => (layOut.charts || []).filter((chart) => seen.has(slotOf(chart)) || slotOf(chart).hidden);
 
 function drawCharts() {
-  [isOutdated, drawnAt] = [false, performance.now()];
+  drawnAt = performance.now();
   const runs = shownRuns(), focus = focusOf(runs);
   for (const chart of visibleCharts()) {
+    if (chart.version === version) continue;
+    chart.version = version;
     slotOf(chart).hidden = false; // a hidden chart has no width
     const isKnown = chart.curves(runs).every((curve) => store.known.has(curve.metric));
     slotOf(chart).hidden = !chart.draw(runs, focus, store) && isKnown;
@@ -150,6 +152,7 @@ function zoom(from, to) {
 // Other runs, another axis or zoom: all numbers are asked for again. What is drawn stays until they are here.
 function forget() {
   generation += 1;
+  version += 1;
   store.known.clear();
   showControls();
   drawTable();
@@ -175,10 +178,10 @@ async function readCharts() {
     const head = await askSeries(some, from);
     share = Math.min(share, head.share);
     if (head.panels) ({ panels, names } = head);
-    isOutdated ||= some === fresh || head.blocks?.length > 0;
+    if (some === fresh || head.blocks?.length) version += 1;
   }
   layOut();
-  if (isOutdated && (share === 1 || fresh.length || performance.now() - drawnAt > DRAW_MS)) drawCharts(); // drawing many lines takes time
+  if (share === 1 || fresh.length || performance.now() - drawnAt > DRAW_MS) drawCharts(); // many lines take time
   return share;
 }
 
@@ -242,7 +245,7 @@ function start() {
   byId("show-all").addEventListener("click", () => choose("all"));
   byId("show-none").addEventListener("click", () => choose("none"));
   byId("x").addEventListener("change", () => { change({ x: byId("x").value, from: "", to: "" }); forget(); });
-  byId("smooth").addEventListener("input", () => { change({ smooth: byId("smooth").value }); drawCharts(); });
+  byId("smooth").addEventListener("input", () => { change({ smooth: byId("smooth").value }); version += 1; drawCharts(); });
   byId("search").addEventListener("input", () => { change({ search: byId("search").value }); layOut(); soon(); });
   byId("reset").addEventListener("click", () => zoom("", ""));
   for (const view of ["charts", "rollouts"]) byId(`view-${view}`).addEventListener("click", () => { change({ view }); forget(); });
