@@ -26,7 +26,7 @@ def written_names() -> list[str]:
             elif isinstance(node, ast.JoinedStr):
                 parts = [re.escape(p.value) if isinstance(p, ast.Constant) else r"[\w-]+" for p in node.values]  # type: ignore[arg-type]
                 patterns.append("".join(parts))
-    return [pattern for pattern in patterns if re.match(r"[a-z_]+/\w", pattern)]
+    return [pattern for pattern in patterns if re.match(r"[a-z_]+/[\w\[]", pattern)]
 
 
 def documented(name: str) -> bool:

@@ -27,13 +27,18 @@ def asked(number: int, reward: float, question: str, **more: Any) -> Rollout:
     return replace(one, messages=({"role": "user", "content": question}, *one.messages[1:]))
 
 
+def longer(one: Rollout) -> Rollout:
+    call = replace(one.calls[1], sampled_ids=(2, 3, 4), sampled_logprobs=(-0.5, -0.1, -0.2))
+    return replace(one, calls=(one.calls[0], call))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> WatchedRun:
     rollouts = [
         asked(0, 0.5, "compute 1+1"),
         asked(1, 1.0, "compute 2+2", said="Ünïcode\nanswer"),
         asked(2, 0.0, "compute 1+1", status=RolloutStatus.FAILED, error="boom"),
-        replace(asked(3, 0.25, "compute 3+3"), calls=rollout(3, 0.0).calls[:1]),
+        longer(asked(3, 0.25, "compute 3+3")),
     ]
     path = write_run(tmp_path / "run", [line(1), line(2)], rollouts)
     write_rollouts(path / "rollouts/step-000001.jsonl", [asked(0, 0.125, "compute 1+1"), asked(1, 0.0, "compute 9+9")])
@@ -50,7 +55,7 @@ def ids(found: dict[str, Any]) -> list[int]:
         ({}, [0, 1, 2, 3]),
         ({"order": "worst"}, [2, 3, 0, 1]),
         ({"order": "best"}, [1, 0, 3, 2]),
-        ({"order": "longest"}, [0, 1, 2, 3]),
+        ({"order": "longest"}, [3, 0, 1, 2]),
         ({"only_failed": True}, [2]),
         ({"text": "COMPUTE 1+1"}, [0, 2]),
         ({"text": "ünïcode\nansw"}, [1]),
@@ -85,7 +90,7 @@ def test_a_search_over_all_steps_goes_on_where_it_stopped(run: WatchedRun):
     assert rest["before"] == ""
 
 
-@pytest.mark.parametrize("query", [{"text": "ünïcode\nansw"}, {"text": 'calculator(expression="Ünï'}, {"text": "+"}])
+@pytest.mark.parametrize("query", [{"text": "ünïcode\nansw"}, {"text": 'calculator(expression="The'}, {"text": "+"}])
 def test_a_search_over_all_steps_finds_what_a_list_of_a_step_finds(run: WatchedRun, query: dict[str, Any]):
     listed = RolloutSearch().of_step(run, FILE, Query(**query))
     found = RolloutSearch().of_all_steps(run, Query(**query), before="", deadline=-math.inf)

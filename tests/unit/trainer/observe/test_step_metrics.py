@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.rollout.records import Rollout
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
 from lockstep.trainer.observe.step_metrics import outcome_metrics, reward_metrics
 
 
@@ -33,9 +33,10 @@ def test_the_largest_numbers_that_an_outcome_may_have_are_averaged():
 
 
 def test_groups_of_equal_rewards_are_counted_as_solved_or_as_failed():
+    call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-0.5,), finish_reason=FinishReason.STOP)
     rewards = {0: (1.0, 1.0), 1: (0.0, 0.0), 2: (0.0, 1.0), 3: (0.25, 0.25)}
     rollouts = [
-        Rollout(rollout_id=n, group_id=group, calls=(), reward=reward)
+        Rollout(rollout_id=n, group_id=group, calls=(call,), reward=reward)
         for n, (group, reward) in enumerate((group, reward) for group, pair in rewards.items() for reward in pair)
     ]
     found = reward_metrics(rollouts, pass_threshold=1.0)
