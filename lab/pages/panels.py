@@ -107,7 +107,7 @@ SECTIONS: Mapping[str, tuple[Panel, ...]] = {
             },
             meaning="More truncated rollouts: raise the token limit, or penalize length.",
             unit="share of rollouts",
-            limits=SHARE,
+            limits=POSITIVE,
             hides_zeros=True,
         ),
         Panel(

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from lockstep.rollout.system.plain_files import opened_plain
-from lockstep.trainer.observe.metrics_log import RUN_SECONDS, checked_line
+from lockstep.trainer.observe.metrics_log import RUN_SECONDS, checked_step
 
 CHUNK = 2**22
 """Bytes that are read at once. A longer line is damaged."""
@@ -26,6 +26,8 @@ MARK = 64
 PREVIEW_BYTES = 2**22
 """Size from which a file is sampled first."""
 PREVIEW_LINES = 64
+MAX_FLOAT = float(np.finfo(np.float32).max)
+"""Largest number of a column; others count as not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,8 @@ class MetricColumns:
         self.path = path
         self.read_share = 0.0
         """Share of the file that has been read."""
+        self.is_begun = False
+        """True after the first look at the file."""
         self._reset()
 
     def _reset(self) -> None:
@@ -148,24 +152,24 @@ class MetricColumns:
         """Add lines of the file."""
         start, width = self.num_lines, self._values.shape[1]
         if start + len(lines) > width:
-            self._grow(self._values.shape[0], max(2 * width, start + len(lines)))
+            self._grow(self._values.shape[0], max(width + width // 4, start + len(lines)))
         for line in lines:
             try:
-                row = checked_line(json.loads(line))
-            except (ValueError, KeyError, TypeError, RecursionError):
+                row = json.loads(line)
+                step = checked_step(row)
+                numbers = np.array(list(row.values()), np.float64)  # None becomes NaN
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.num_damaged += 1
                 continue
             at = self.num_lines
-            self._x[:, at] = row["step"], self._hours(row)
+            self._x[:, at] = step, self._hours(row)
+            numbers[~(np.abs(numbers) <= MAX_FLOAT)] = np.inf
             keys = tuple(row)
             if keys not in self._layouts:
                 places = [self._places.setdefault(key, len(self._places)) for key in keys]
                 self._layouts[keys] = np.array(places)
                 if len(self._places) > len(self._values):
                     self._grow(len(self._places) + 32, self._values.shape[1])
-            with np.errstate(over="ignore"):
-                numbers = np.array(list(row.values()), np.float64).astype(np.float32)
-            numbers[np.isnan(numbers)] = np.inf
             self._values[self._layouts[keys], at] = numbers
             self.num_lines += 1
 

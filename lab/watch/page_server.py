@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from aiohttp import web
@@ -25,6 +25,7 @@ from lockstep.lab.watch.run_table import RunTable, WatchedRun
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.safe_text import safe_text
 
+Result = TypeVar("Result")
 FOLDER = Path(__file__).parent
 FILES = {
     "base.css": (FOLDER.parent / "pages/base.css.jinja", "text/css"),
@@ -44,7 +45,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-READING_S = 0.4
+READING_S = 0.2
 """Longest time that an answer waits for files."""
 SEARCH_S = 2.0
 MAX_REQUEST = 2**17
@@ -61,6 +62,8 @@ class PageServer:
         self._files = ThreadPoolExecutor(1)
         """Reads the table and the metrics, one request after the other."""
         self._rollouts = ThreadPoolExecutor(1)
+        self._reading: asyncio.Task[None] | None = None
+        """Reads long metrics on, between requests."""
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[guard], client_max_size=MAX_REQUEST)
@@ -84,11 +87,25 @@ class PageServer:
         return web.Response(body=path.read_bytes(), content_type=kind, charset="utf-8")
 
     async def _runs(self, request: web.Request) -> web.Response:
-        return await _in(self._files, lambda: _json(self._table.rows(time.monotonic() + READING_S)))
+        return await _in(self._files, lambda: _json(self._table.rows(_soon())))
 
     async def _series(self, request: web.Request) -> web.Response:
         wish = await request.json()
-        return await _in(self._files, lambda: web.Response(body=self.series(wish)))
+        answer = await _in(self._files, lambda: web.Response(body=self.series(wish)))
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read_on(self._runs_of(wish)))
+        return answer
+
+    async def _read_on(self, runs: list[WatchedRun]) -> None:
+        share, before = 0.0, None
+        while share < 1 and before != (share, self._table.clock):
+            before = (share, self._table.clock)
+            share = await _in(self._files, lambda: self._table.refresh_columns(runs, _soon()))
+
+    def _runs_of(self, wish: dict[str, Any]) -> list[WatchedRun]:
+        """Return the runs of a request for series, the one in focus first."""
+        runs = [self._table.runs[name] for name in wish["runs"] if name in self._table.runs]
+        return sorted(runs, key=lambda run: run.id != wish.get("focus"))
 
     def series(self, wish: dict[str, Any]) -> bytes:
         """Return buckets of metrics of runs: the length of a JSON head, the head, and float32 numbers.
@@ -97,14 +114,14 @@ class PageServer:
         `grid` of an earlier answer, so that only runs that changed since are sent. Raises ConfigError for another wish.
         """
         try:
-            runs = [self._table.runs[name] for name in wish["runs"] if name in self._table.runs]
+            runs = self._runs_of(wish)
             metrics = [str(name) for name in wish["metrics"]][:MAX_METRICS]
             hours, points = bool(wish["hours"]), max(1, min(MAX_POINTS, int(wish["points"])))
             low, high = (None if wish.get(end) is None else float(wish[end]) for end in ("from", "to"))
             since, focus = int(wish.get("since", 0)), wish.get("focus")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"a request for series is damaged: {safe_text(repr(error), 200)}") from error
-        share = self._table.refresh_columns(runs, time.monotonic() + READING_S)
+        share = self._table.refresh_columns(runs, _soon())
         ends = [end for run in runs if (end := run.columns.extent(hours=hours))]
         head: dict[str, Any] = {"clock": self._table.clock, "share": share, "names": _names(runs), "blocks": []}
         head["panels"] = _panels(head["names"])
@@ -181,8 +198,12 @@ async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable
     return response
 
 
-async def _in(pool: ThreadPoolExecutor, work: Callable[[], web.Response]) -> web.Response:
+async def _in(pool: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
     return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def _soon() -> float:
+    return time.monotonic() + READING_S
 
 
 def _json(value: Any) -> web.Response:

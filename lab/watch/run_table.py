@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lockstep.trainer.observe.metrics_log import checked_line
 TAIL_BYTES = 2**18
 """End of metrics.jsonl that the row is made of: some dozen lines."""
 MAX_NAME = 120
+HELD_OUT = "eval/reward_mean"
 QUIET_S = 120.0
 """Age of the newest line from which a run without a lock is taken for stopped, unless its steps are long."""
 QUIET_STEPS = 5
@@ -42,7 +43,8 @@ class WatchedRun:
         self.changed_at = 0
         """Value of the table's clock at which its columns changed."""
         self._stamps: dict[str, tuple[int, int, int] | None] = {}
-        self._lines: list[dict[str, float | None]] = []
+        self._last: dict[str, float | None] = {}
+        self._held_out: float | None = None
         self._settings: Mapping[str, Any] | None = None
         self._problem = ""
 
@@ -63,7 +65,7 @@ class WatchedRun:
     def refresh(self, deadline: float) -> bool:
         """Read the end of the metrics, and the settings until `deadline`; return whether those are known."""
         if self._has_changed("metrics.jsonl"):
-            self._lines = list(self._tail())
+            self._read_end()
         if (self._settings is None or self._has_changed("config.yaml")) and time.monotonic() < deadline:
             self._settings, self._problem = {}, ""
             self._has_changed("config.yaml")
@@ -82,21 +84,26 @@ class WatchedRun:
         self._stamps[name] = stamp
         return has_changed
 
-    def _tail(self) -> Iterator[dict[str, float | None]]:
-        try:
-            with opened_plain(self.inside("metrics.jsonl")) as file:
-                start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
-                file.seek(start)
-                lines = file.read(TAIL_BYTES).split(b"\n")[:-1]  # the last one is being written
-        except OSError:
-            return
-        for line in lines[1:] if start else lines:
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
-                yield checked_line(json.loads(line))
+    def _read_end(self) -> None:
+        """Read the newest line, and the newest held-out reward within the end of the file."""
+        self._last, self._held_out = {}, None
+        lines: list[bytes] = []
+        with suppress(OSError), opened_plain(self.inside("metrics.jsonl")) as file:
+            start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+            file.seek(start)
+            lines = file.read(TAIL_BYTES).split(b"\n")[start > 0 : -1]  # without torn ones
+        for line in reversed(lines):
+            if not self._last or HELD_OUT.encode() in line:
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
+                    values = checked_line(json.loads(line))
+                    self._last = self._last or values
+                    self._held_out = values.get(HELD_OUT)
+            if self._held_out is not None:
+                break
 
     def row(self, locked: set[int], now: float) -> dict[str, Any]:
         """Return its row of the table. locked: inodes of locked files."""
-        last = self._lines[-1] if self._lines else {}
+        last = self._last
         stamp = self._stamps.get("metrics.jsonl") or self._stamps.get("config.yaml")
         written_at = last.get("time/unix") or (stamp[2] / 1e9 if stamp else now)
         age_s = max(0.0, now - written_at)
@@ -114,9 +121,9 @@ class WatchedRun:
             "state": state,
             "update": update,
             "updates": total if isinstance(total, int) else None,
-            "reward": self._newest("reward/mean"),
-            "heldOut": self._newest("eval/reward_mean"),
-            "speed": self._newest("perf/tokens_per_s"),
+            "reward": last.get("reward/mean"),
+            "heldOut": self._held_out,
+            "speed": last.get("perf/tokens_per_s"),
             "alarms": sentences,
             "notes": good,
             "age": age_s,
@@ -125,10 +132,7 @@ class WatchedRun:
 
     @property
     def metric_names(self) -> set[str]:
-        return {name for line in self._lines for name in line} | set(self.columns.names)
-
-    def _newest(self, name: str) -> float | None:
-        return next((value for line in reversed(self._lines) if (value := line.get(name)) is not None), None)
+        return {*self._last, *self.columns.names}
 
     def _messages(self, last: Mapping[str, float | None]) -> tuple[list[str], list[str]]:
         """Return the alarms and the notes of the newest line."""
@@ -176,15 +180,27 @@ class RunTable:
             "isComplete": num_known == len(newest_first),
         }
 
-    def refresh_columns(self, runs: list[WatchedRun], deadline: float) -> float:
-        """Read the columns of runs until `deadline`, at least one chunk in all; return the share that is read."""
+    def refresh_columns(self, runs: Sequence[WatchedRun], deadline: float) -> float:
+        """Read the columns of runs until `deadline`: first a sample of each long one, then all in their order. Return
+        the share that is read."""
         for run in runs:
-            with suppress(OSError):  # deleted meanwhile, or without a step yet
-                run.inside("metrics.jsonl")
-                if run.columns.refresh(deadline):
-                    self.clock += 1
-                    run.changed_at = self.clock
+            if not run.columns.is_begun and time.monotonic() < deadline:
+                self._refresh(run, -math.inf)
+        if all(run.columns.is_begun for run in runs):
+            for run in runs:
+                self._refresh(run, deadline)
         return sum(run.columns.read_share for run in runs) / max(1, len(runs))
+
+    def _refresh(self, run: WatchedRun, deadline: float) -> None:
+        try:
+            run.inside("metrics.jsonl")
+            has_changed = run.columns.refresh(deadline)
+        except OSError:  # deleted, or without a step yet
+            run.columns.read_share, has_changed = 1.0, False
+        run.columns.is_begun = True
+        if has_changed:
+            self.clock += 1
+            run.changed_at = self.clock
 
 
 def _is_run(path: Path) -> bool:

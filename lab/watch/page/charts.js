@@ -2,8 +2,9 @@
 import { make, number, state } from "./dom.js";
 
 export const NUM_COLORS = 8; // runs above which only the one in focus has a color
-const HEIGHT = 190, MAX_IN_TOOLTIP = 8, MAX_DECADES = 12;
-const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
+const HEIGHT = 212, MAX_IN_TOOLTIP = 8, MAX_DECADES = 12;
+const round = (first, last) => Array.from({ length: last - first + 1 }, (_, i) => [1, 2, 5].map((factor) => Number(`${factor}e${first + i}`))).flat();
+const ROUND = round(-30, 38), WHOLE = round(0, 15); // steps of ticks
 let palette = {};
 export function readPalette() {
   const style = getComputedStyle(document.documentElement);
@@ -65,8 +66,7 @@ export class Chart {
     this.picker.addEventListener("change", actions.refresh);
     this.box = make("div", { className: "plot", tabIndex: 0, role: "img" });
     this.tooltip = make("div", { className: "tooltip", hidden: true });
-    const unit = panel.unit ? make("span", { className: "soft" }, ` [${panel.unit}]`) : "";
-    const caption = make("figcaption", {}, make("b", {}, panel.title), unit, this.picker, this.values);
+    const caption = make("figcaption", {}, make("b", {}, panel.title), this.picker, this.values);
     this.figure = make("figure", { className: "chart" }, caption, this.box, make("p", { className: "note" }, panel.meaning || ""));
     this.box.append(this.tooltip);
     this.box.addEventListener("keydown", (event) => this.key(event));
@@ -116,9 +116,9 @@ export class Chart {
         bands.push({ series: [series.length - 2, series.length - 1], fill: () => `${paint(line.color)}2e` });
       } else if (weight && (line.isFocus || numRuns === 1)) add(line.mean, { stroke: () => `${paint(line.color)}48`, width: 1 });
       const isSparse = line.mean.filter((value) => value != null).length < 40;
-      line.index = data.length;
-      add(weight ? smoothed(line.mean, weight) : line.mean, {
-        stroke, width: line.isFocus && numRuns > 1 ? 2.4 : line.color === null ? 0.8 : 1.6, dash: line.isDashed ? [5, 4] : undefined,
+      line.values = weight ? smoothed(line.mean, weight) : line.mean;
+      add(line.values, {
+        stroke, width: line.isFocus && numRuns > 1 ? 2.2 : line.color === null ? 0.8 : 1.6, dash: line.isDashed ? [5, 4] : undefined,
         points: { show: isSparse && line.color !== null, size: 4, stroke, fill: stroke },
       });
     }
@@ -149,8 +149,8 @@ export class Chart {
       width: this.box.clientWidth, height: HEIGHT, series, bands, legend: { show: false }, padding: [8, 10, 0, 0],
       scales: { x: { time: false, range: () => this.range }, y },
       axes: [
-        { ...axis, size: 24, space: 56, label: state.x === "hours" ? "hours" : "update", ...(state.x === "hours" ? {} : { incrs: WHOLE }), values: (_, ticks) => labels(ticks) },
-        { ...axis, size: (_, ticks) => 14 + 6.2 * Math.max(1, ...(ticks || [""]).map((tick) => tick.length)), space: 34, ...(decades ? { splits: logSplits, filter: (_, ticks) => ticks, values: (_, ticks) => ticks.map((tick) => `1e${Math.round(Math.log10(tick))}`) } : { values: (_, ticks) => labels(ticks) }) },
+        { ...axis, size: 20, space: 56, label: state.x === "hours" ? "hours" : "update", ...(state.x === "hours" ? {} : { incrs: WHOLE }), values: (_, ticks) => labels(ticks) },
+        { ...axis, label: this.panel.unit || undefined, size: (_, ticks) => 14 + 6.2 * Math.max(1, ...(ticks || [""]).map((tick) => tick.length)), space: 24, ...(decades ? { splits: logSplits, filter: (_, ticks) => ticks, values: (_, ticks) => ticks.map((tick) => `1e${Math.round(Math.log10(tick))}`) } : { incrs: ROUND, values: (_, ticks) => labels(ticks) }) },
       ],
       cursor: {
         sync: { key: "watch", setSeries: false }, y: false, drag: { x: true, y: false, setScale: false },
@@ -180,7 +180,7 @@ export class Chart {
   show() {
     if (!this.plot) return;
     const { idx, left, top } = this.plot.cursor, data = this.plot.data;
-    const value = (line) => (idx == null || left < 0 ? data[line.index].findLast((one) => one != null) : near(data[line.index], idx));
+    const value = (line) => (idx == null || left < 0 ? line.values.findLast((one) => one != null) : near(line.values, idx));
     const isSingle = new Set(this.lines.map((line) => line.run.id)).size < 2;
     const own = isSingle ? this.lines.slice(0, NUM_COLORS) : this.lines.filter((line) => line.isFocus);
     this.values.replaceChildren(...own.map((line) => make("span", {}, swatch(line.color), isSingle && this.lines.length > 1 ? `${line.name} ` : "", make("b", {}, number(value(line))))));
@@ -210,8 +210,8 @@ export class Chart {
       this.isHovered = true;
       this.plot.setCursor({ left: this.plot.valToPos(xs[idx], "x"), top: HEIGHT / 3 });
     } else {
-      const half = ((this.range[1] - this.range[0]) / 2) * factor, round = state.x === "hours" ? Number : Math.round;
-      this.actions.zoom(String(round(Math.max(xs[0], xs[idx] - half))), String(round(xs[idx] + half)));
+      const half = ((this.range[1] - this.range[0]) / 2) * factor, whole = state.x === "hours" ? Number : Math.round;
+      this.actions.zoom(String(whole(Math.max(xs[0], xs[idx] - half))), String(whole(xs[idx] + half)));
     }
   }
 }

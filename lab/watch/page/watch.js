@@ -3,7 +3,7 @@ import { ask, byId, change, duration, make, number, readAddress, state } from ".
 import { Chart, NUM_COLORS, Store, readPalette, swatch } from "./charts.js";
 import { readRollouts, startRollouts } from "./rollouts.js";
 
-const EVERY_MS = 3000, SOON_MS = 60, DRAW_MS = 3000, MAX_FOUND = 60, CHOSEN_AT_FIRST = 8;
+const EVERY_MS = 3000, READING_MS = 1000, SOON_MS = 60, DRAW_MS = 3000, MAX_FOUND = 60, CHOSEN_AT_FIRST = 8;
 const COLUMNS = [
   { key: "name", title: "run" },
   { key: "state", title: "state" },
@@ -86,7 +86,7 @@ function drawMessages() {
   const list = byId("messages").querySelector("ul");
   const shown = items.slice(0, 12);
   if (list.textContent !== shown.map((item) => item.textContent).join("")) list.replaceChildren(...shown);
-  byId("messages").hidden = !items.length;
+  byId("messages").hidden = !items.length || state.view !== "charts";
 }
 
 // Charts
@@ -208,7 +208,9 @@ async function tick() {
     const isComplete = share === 1 && table.isComplete;
     set(byId("status"), share < 1 ? `reading ${Math.floor(100 * share)} %` : "live");
     document.body.dataset.complete = isComplete;
-    if (!isComplete || (state.view === "charts" && visibleCharts().some((chart) => !chart.curves(shownRuns()).every((curve) => store.known.has(curve.metric))))) wait = SOON_MS;
+    if (!isComplete) wait = READING_MS;
+    const runs = shownRuns();
+    if (!table.isComplete || (state.view === "charts" && visibleCharts().some((chart) => chart.curves(runs).some((curve) => !store.known.has(curve.metric))))) wait = SOON_MS;
   } catch (error) {
     set(byId("status"), `no answer: ${error.message}`);
   }
@@ -217,7 +219,7 @@ async function tick() {
 }
 
 function showControls() {
-  byId("charts").hidden = state.view !== "charts";
+  for (const id of ["table", "charts"]) byId(id).hidden = state.view !== "charts";
   byId("rollouts").hidden = state.view !== "rollouts";
   for (const view of ["charts", "rollouts"]) byId(`view-${view}`).setAttribute("aria-pressed", String(state.view === view));
   byId("x").value = state.x;
