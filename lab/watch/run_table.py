@@ -113,6 +113,8 @@ class WatchedRun:
             state = "finished"
         elif self._is_locked(locked) or age_s < max(QUIET_S, QUIET_STEPS * (last.get("time/step") or 0.0)):
             state = "running"
+        elif self._settings is None:
+            state = ""
         else:
             state = "stopped"
         return {

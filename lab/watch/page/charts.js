@@ -146,7 +146,7 @@ export class Chart {
     };
     const y = decades ? { distr: 3, range: [10 ** decades[0], 10 ** decades[1]] } : { range: fit };
     this.plot = new uPlot({
-      width: this.box.clientWidth, height: HEIGHT, series, bands, legend: { show: false }, padding: [8, 10, 0, 0],
+      width: this.box.clientWidth, height: HEIGHT, series, bands, legend: { show: false }, padding: [8, 18, 0, 0],
       scales: { x: { time: false, range: () => this.range }, y },
       axes: [
         { ...axis, size: 20, space: 56, label: state.x === "hours" ? "hours" : "update", ...(state.x === "hours" ? {} : { incrs: WHOLE }), values: (_, ticks) => labels(ticks) },
