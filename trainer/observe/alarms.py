@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.objective.correction.names import PREFIX, QUANTIZATION_K3
+from lockstep.trainer.objective.correction import PREFIX, QUANTIZATION_K3
 
 K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
 """k3 below which two correct programs may differ, by `model.dtype`, with a margin of ten or more. Two float32 programs
