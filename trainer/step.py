@@ -33,8 +33,7 @@ from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recompute
 from lockstep.trainer.credit.targets import Logprobs, Targets, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
-from lockstep.trainer.objective.correction import QUANTIZATION_K3
-from lockstep.trainer.objective.correction.mismatch import noise_floor, quantization_cost
+from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
 from lockstep.trainer.observe.metrics_log import BATCH
 from lockstep.trainer.observe.step_metrics import StepReport, step_metrics, trained_rollout_metrics
 from lockstep.trainer.score.reference import Reference

@@ -22,8 +22,7 @@ from lockstep.rollout.episode.rows import is_trainable
 from lockstep.rollout.records import Rollout, TrainingRow
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
-from lockstep.trainer.objective.correction import PREFIX
-from lockstep.trainer.objective.correction.mismatch import mismatch_metrics
+from lockstep.trainer.objective.correction.mismatch import PREFIX, mismatch_metrics
 from lockstep.trainer.objective.correction.weights import correction_weights
 from lockstep.trainer.observe.token_texts import TokenTexts
 

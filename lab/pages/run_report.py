@@ -13,7 +13,7 @@ from lockstep.lab.pages.panels import SECTIONS, Panel
 from lockstep.lab.pages.render import render, write_page
 from lockstep.lab.pages.saved_run import SavedRun
 from lockstep.trainer.config.tree import flow, settings
-from lockstep.trainer.objective.correction import PREFIX
+from lockstep.trainer.objective.correction.modes import PREFIX
 from lockstep.trainer.observe.transcript import content_text, parts, shortened, tool_calls
 
 TEMPLATE = "report.html.jinja"

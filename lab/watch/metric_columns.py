@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from lockstep.rollout.system.plain_files import opened_plain
-from lockstep.trainer.observe.metrics_log import RUN_SECONDS, checked_step
+from lockstep.trainer.observe.metrics_log import MAX_UPDATE, RUN_SECONDS
 
 CHUNK = 2**22
 """Bytes that are read at once. A longer line is damaged."""
@@ -156,7 +156,9 @@ class MetricColumns:
         for line in lines:
             try:
                 row = json.loads(line)
-                step = checked_step(row)
+                step = row["step"]
+                if type(step) not in (int, float) or not 0 <= step <= MAX_UPDATE:
+                    raise ValueError("not the number of an update")
                 numbers = np.array(list(row.values()), np.float64)  # None becomes NaN
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.num_damaged += 1

@@ -39,7 +39,6 @@ def plain_lines(path: Path, *, limit: int = MAX_LINE_BYTES) -> Iterator[str]:
 
 
 def opened_plain(path: Path) -> BinaryIO:
-    """Open a file to read. Raises OSError unless it is a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise opening a pipe waits for its writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

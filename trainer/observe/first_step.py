@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.rollout.records import TrainingRow
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.trainer.batch.step_batch import StepBatch
-from lockstep.trainer.objective.correction import PREFIX
-from lockstep.trainer.objective.correction.mismatch import FORCED_LOGPROB, mismatch_metrics
+from lockstep.trainer.objective.correction.mismatch import FORCED_LOGPROB, PREFIX, mismatch_metrics
 from lockstep.trainer.observe.token_texts import TokenTexts
 
 SHOWN_TOKENS = 12

@@ -187,13 +187,7 @@ def checked_line(values: Any) -> dict[str, float | None]:
             raise TypeError(f"{name} is {value!r:.80}, expected a number")
         if type(value) is int and abs(value) > sys.float_info.max:
             raise ValueError(f"{name} is an integer beyond floats")
-    checked_step(values)
-    return {name: None if value is None or not abs(value) <= MAX_NUMBER else value for name, value in values.items()}
-
-
-def checked_step(values: Mapping[str, Any]) -> float:
-    """Return the update of a line. Raises ValueError or KeyError."""
     step = values["step"]
-    if type(step) not in (int, float) or not 0 <= step <= MAX_UPDATE or step != int(step):
+    if step is None or not 0 <= step <= MAX_UPDATE or step != int(step):
         raise ValueError(f"step is {step!r:.80}, expected the number of an update")
-    return step
+    return {name: None if value is None or not abs(value) <= MAX_NUMBER else value for name, value in values.items()}

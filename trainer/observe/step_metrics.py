@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +69,6 @@ def trained_rollout_metrics(
         correction: the correction as it was applied.
         version: of the weights before the update.
         noise_floor: as last measured.
-        pass_threshold: lowest reward of a rollout that passes.
     """
     metrics = rollout_metrics(collected, batch, pass_threshold)
     if settings.mode != "none" and batch.layout.num_tokens:
@@ -118,13 +117,12 @@ def reward_metrics(rollouts: Sequence[Rollout], pass_threshold: float) -> dict[s
         return {}
     rewards = np.array([rollout.reward for rollout in scored_rollouts])
     metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-    rewards_of: dict[int, set[float]] = {}
+    rewards_of: defaultdict[int, set[float]] = defaultdict(set)
     for rollout in scored_rollouts:
-        rewards_of.setdefault(rollout.group_id, set()).add(rollout.reward)
-    flat_rewards = [min(group) for group in rewards_of.values() if len(group) == 1]
-    num_solved = sum(reward >= pass_threshold for reward in flat_rewards)
-    metrics["reward/flat_solved_fraction"] = num_solved / len(rewards_of)
-    metrics["reward/flat_failed_fraction"] = (len(flat_rewards) - num_solved) / len(rewards_of)
+        rewards_of[rollout.group_id].add(rollout.reward)
+    verdicts = [min(own) >= pass_threshold for own in rewards_of.values() if len(own) == 1]
+    for name, is_solved in (("solved", True), ("failed", False)):
+        metrics[f"reward/flat_{name}_fraction"] = verdicts.count(is_solved) / len(rewards_of)
     if OVERLONG in scored_rollouts[0].rewards:
         metrics[f"reward/{OVERLONG}/mean"] = float(np.mean([rollout.rewards[OVERLONG] for rollout in scored_rollouts]))
     return metrics

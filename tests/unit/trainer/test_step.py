@@ -19,7 +19,7 @@ from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.targets import Targets, rollout_targets
-from lockstep.trainer.objective.correction import QUANTIZATION_K3
+from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.step import MAX_EMPTY_STEPS, Trainer
 from lockstep.trainer.stopwatch import Stopwatch

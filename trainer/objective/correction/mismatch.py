@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from lockstep.trainer.objective.correction import PREFIX, QUANTIZATION_K3
+from lockstep.trainer.objective.correction.modes import PREFIX, QUANTIZATION_K3
 from lockstep.trainer.objective.correction.weights import CorrectionResult
 from lockstep.trainer.objective.kl import bounded, k2, k3
 from lockstep.trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.trainer.objective.correction import PREFIX, QUANTIZATION_K3
 from lockstep.trainer.objective.correction.mismatch import (
     LENGTH_BUCKETS,
     UNKNOWN_VERSION,
@@ -19,6 +18,7 @@ from lockstep.trainer.objective.correction.mismatch import (
     noise_floor,
     quantization_cost,
 )
+from lockstep.trainer.objective.correction.modes import PREFIX, QUANTIZATION_K3
 from lockstep.trainer.objective.correction.weights import CorrectionResult, correction_weights
 from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, disagreement, notes
 
