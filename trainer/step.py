@@ -139,6 +139,7 @@ class Trainer:
                     version=version,
                     noise_floor=self.noise_floor,
                     settings=self._config.correction,
+                    pass_threshold=self._config.eval.pass_threshold,
                 )
             )
         return StepReport(

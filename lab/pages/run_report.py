@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
 from lockstep.lab.pages.chart import Chart, Curve, legend, number
+from lockstep.lab.pages.panels import SECTIONS, Panel
 from lockstep.lab.pages.render import render, write_page
 from lockstep.lab.pages.saved_run import SavedRun
 from lockstep.trainer.config.tree import flow, settings
-from lockstep.trainer.objective.correction.mismatch import PREFIX
-from lockstep.trainer.observe.alarms import DROPPED
+from lockstep.trainer.objective.correction.modes import PREFIX
 from lockstep.trainer.observe.transcript import content_text, parts, shortened, tool_calls
 
 TEMPLATE = "report.html.jinja"
@@ -22,7 +22,14 @@ SHOWN_ROLLOUTS = 3
 AVERAGED = 5
 """Largest number of updates in the first and the last reward: a single one is noisy."""
 MAX_MESSAGE_CHARS = 6000
-STAGES = ("rollout", "reward", "teacher", "data", "score", "update", "sync")
+STEP = "time/step"
+STAGES = tuple(
+    curve
+    for panel in SECTIONS["Speed"]
+    if STEP in panel.curves.values()
+    for curve, metric in panel.curves.items()
+    if metric != STEP
+)
 """Stages in `time/*`, in the order of a step."""
 
 
@@ -42,11 +49,9 @@ def report(run: SavedRun) -> str:
         tiles=list(tiles(run)),
         alarms=alarms,
         still=[span for span in alarms if run.lines and span.last == run.lines[-1]["step"]],
-        learning=[chart for chart in learning_charts(run) if not chart.is_empty],
-        mismatch=[chart for chart in mismatch_charts(run) if not chart.is_empty],
+        sections=charts(run),
         legend=legend,
         stages=stages(run),
-        stage_chart=stage_chart(run),
         rollouts=[("worst", worst), ("best", best)],
         number=number,
         clipped=lambda text: shortened(text, MAX_MESSAGE_CHARS),
@@ -88,7 +93,7 @@ def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:
         yield "held out, before → last", f"{number(held_out[0][1])} → {number(held_out[-1][1])}"
     elif held_out:
         yield "held out, last", number(held_out[-1][1])
-    seconds = sum(run.values("time/step"))
+    seconds = sum(run.values(STEP))
     if seconds:
         yield "time in steps", duration(seconds)
     num_sampled = sum(run.values("rollout/sampled_tokens"))
@@ -110,112 +115,42 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))) if is_possible else f"{number(seconds)} s"
 
 
-def learning_charts(run: SavedRun) -> Iterator[Chart]:
-    """Yield charts of reward, text and optimization."""
-    deviations = dict(run.series("reward/std"))
-    rewards = run.series("reward/mean")
-    yield Chart(
-        title="Reward",
-        curves=[
-            Curve(name="mean", points=rewards, band=[deviations.get(update, 0.0) for update, _ in rewards]),
-            *curves(run, dict(run.evaluations())),
-        ],
-        limits=(0.0, None),
-        note="band: one standard deviation over the rollouts of the step",
-    )
-    lengths = {"mean": "rollout/sampled_tokens_mean", "longest": "rollout/sampled_tokens_max"}
-    yield Chart(title="Length", unit="tokens", curves=curves(run, lengths), limits=(0.0, None))
-    statuses = ("completed", "max_turns", "truncated", "context_full", "failed")
-    ends = curves(run, {name.replace("_", " "): f"rollout/{name}_fraction" for name in statuses})
-    end_curves = [curve for curve in ends if any(value for _, value in curve.points)]
-    yield Chart(title="How episodes end", unit="share", curves=end_curves, limits=(0.0, 1.0))
-    causes = sorted({name for line in run.lines for name, count in line.items() if name.startswith(DROPPED) and count})
-    drops = {name.removeprefix(DROPPED): name for name in causes if name != f"{DROPPED}fraction"}
-    yield Chart(title="Rollouts that are not trained", unit="", curves=curves(run, drops), limits=(0.0, None))
-    for title, unit, name, metric, limits in (
-        ("Turns", "", "per rollout", "rollout/turns", (0.0, None)),
-        ("Entropy", "nats", "policy", "policy/entropy", (0.0, None)),
-        ("Gradient norm", "", "before clipping", "optim/grad_norm", (0.0, None)),
-        ("KL from the reference", "nats per rollout", "kl", "objective/kl", (0.0, None)),
-        ("Value function", "", "explained variance", "value/explained_variance", (None, 1.0)),
-        ("Load-balancing loss", "", "before its weight", "router/aux_loss", (0.0, None)),
-        ("Unused experts", "", "over all layers", "router/unused_experts", (0.0, None)),
-    ):
-        yield Chart(title=title, unit=unit, curves=curves(run, {name: metric}), limits=limits)
-    loads = {"busiest expert": "router/load_max", "standard deviation": "router/load_cv"}
-    yield Chart(
-        title="Load of experts",
-        unit="mean loads",
-        curves=curves(run, loads),
-        limits=(0.0, None),
-        note="trained tokens per expert, in the worst layer",
-    )
-    levels = {"unseen": "unseen", "too hard": "too_hard", "in between": "between", "solved": "solved"}
-    yield Chart(
-        title="Difficulty of the data",
-        unit="share of rows",
-        curves=curves(run, {name: f"data/{level}_share" for name, level in levels.items()}),
-        limits=(0.0, 1.0),
-        note="by the pass rate of each row in the window of the curriculum",
-    )
+def charts(run: SavedRun) -> dict[str, list[Chart]]:
+    """Return the curated charts of each section that the run has numbers for."""
+    names = {name for line in run.lines for name in line}
+    return {
+        section: [chart for panel in panels if not (chart := _chart(run, panel, names)).is_empty]
+        for section, panels in SECTIONS.items()
+    }
 
 
-def mismatch_charts(run: SavedRun) -> Iterator[Chart]:
-    """Yield charts of engine against trainer on the same tokens, and of the correction."""
-    kl = curves(run, {"engine against trainer": PREFIX + "kl"})
-    kl += curves(run, {"noise floor": PREFIX + "noise_floor_kl"}, is_dashed=True)
-    threshold = run.thresholds().kl
-    if kl[0].points and math.isfinite(threshold):
-        ends = (kl[0].points[0][0], kl[0].points[-1][0])
-        kl.append(Curve(name="alarm", points=[(update, threshold) for update in ends], is_dashed=True))
-    yield Chart(title="|kl|", unit="nats per token", is_log=True, curves=kl)
-    yield Chart(
-        title="k3",
-        unit="nats per token",
-        is_log=True,
-        curves=curves(run, {"engine against trainer": PREFIX + "k3_kl"})
-        + curves(run, {"noise floor": PREFIX + "noise_floor_k3"}, is_dashed=True),
-        note="noise floor: the trainer against itself in another packing; zero is drawn at the bottom",
+def _chart(run: SavedRun, panel: Panel, names: set[str]) -> Chart:
+    curves = []
+    for curve, metric in panel.metrics(names).items():
+        points = run.series(metric)
+        if panel.hides_zeros and not any(value for _, value in points):
+            continue
+        half_widths = dict(run.series(panel.band)) if panel.band and not curves else None
+        band = None if half_widths is None else [half_widths.get(update, 0.0) for update, _ in points]
+        curves.append(Curve(name=curve, points=points, band=band, is_dashed=curve in panel.dashed))
+    if panel.threshold and curves and curves[0].points:
+        limit = getattr(run.thresholds(), panel.threshold)
+        ends = (curves[0].points[0][0], curves[0].points[-1][0])
+        if math.isfinite(limit):
+            curves.append(Curve(name="alarm", points=[(update, limit) for update in ends], is_dashed=True))
+    band_note = " Band: one standard deviation over the rollouts of the step." if panel.band else ""
+    return Chart(
+        title=panel.title,
+        curves=curves,
+        unit=panel.unit,
+        is_log=panel.is_log,
+        limits=panel.limits,
+        note=panel.meaning + band_note,
     )
-    differences = {"largest": PREFIX + "logp_diff_abs_max", "mean": PREFIX + "logp_diff_abs_mean"}
-    yield Chart(title="|Δ log π|", unit="nats", is_log=True, curves=curves(run, differences))
-    yield Chart(
-        title="Effective sample size",
-        unit="share of tokens",
-        curves=curves(run, {"after correction": PREFIX + "ess"})
-        + curves(run, {"raw": PREFIX + "raw_ess"}, is_dashed=True),
-        limits=(0.0, 1.0),
-    )
-    clip_curves = curves(run, {"clipped": PREFIX + "clipped_frac"})
-    yield Chart(title="Clipped weights", unit="share of tokens", curves=clip_curves, limits=(0.0, None))
-    flip_curves = curves(run, {"flipped": "router/flipped_frac"})
-    yield Chart(
-        title="Flipped routes",
-        unit="share of (layer, token)",
-        curves=flip_curves,
-        limits=(0.0, None),
-        note="sets of experts that the trainer's routers would not have chosen",
-    )
-    canary = curves(run, {"largest |Δ log π|": "sync/canary_abs_diff"})
-    yield Chart(title="Canary after each sync", unit="nats", is_log=True, curves=canary)
-
-
-def curves(run: SavedRun, metrics: Mapping[str, str], *, is_dashed: bool = False) -> list[Curve]:
-    """Return the curves of metrics given by curve name."""
-    return [Curve(name=name, points=run.series(metric), is_dashed=is_dashed) for name, metric in metrics.items()]
 
 
 def stages(run: SavedRun) -> dict[str, float]:
     """Return the seconds of each stage over the run, in order; the remaining time is `other`."""
     seconds = {name: sum(run.values(f"time/{name}")) for name in STAGES}
-    seconds["other"] = max(0.0, sum(run.values("time/step")) - sum(seconds.values()))
+    seconds["other"] = max(0.0, sum(run.values(STEP)) - sum(seconds.values()))
     return {name: value for name, value in seconds.items() if value}
-
-
-def stage_chart(run: SavedRun) -> Chart:
-    return Chart(
-        title="Seconds per step",
-        unit="s",
-        curves=curves(run, {name: f"time/{name}" for name in STAGES}),
-        limits=(0.0, None),
-    )

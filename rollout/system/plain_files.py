@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 2**28
 
 def read_plain(path: Path, *, limit: int = MAX_BYTES, errors: str = "strict") -> str:
     """Read a file as UTF-8. Raises OSError unless it is a regular file of at most `limit` bytes, UnicodeError."""
-    with _opened(path) as file:
+    with opened_plain(path) as file:
         raw = file.read(limit + 1)
     if len(raw) > limit:
         raise OSError(f"{path} has more than {limit} bytes")
@@ -31,14 +31,14 @@ def read_plain(path: Path, *, limit: int = MAX_BYTES, errors: str = "strict") ->
 def plain_lines(path: Path, *, limit: int = MAX_LINE_BYTES) -> Iterator[str]:
     """Yield the lines of a file as UTF-8, with invalid bytes replaced. Raises OSError unless it is a regular file with
     lines of at most `limit` bytes."""
-    with _opened(path) as file:
+    with opened_plain(path) as file:
         while line := file.readline(limit + 1):
             if len(line) > limit:
                 raise OSError(f"{path} has a line of more than {limit} bytes")
             yield line.decode(errors="replace")
 
 
-def _opened(path: Path) -> BinaryIO:
+def opened_plain(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise opening a pipe waits for its writer
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

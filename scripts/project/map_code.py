@@ -38,6 +38,7 @@ ROOMS = (
     "lab/losses",
     "lab/environments",
     "lab/finding.py",
+    "lab/watch",
     "lab/pages",
     "lab/diagnosis",
     "lab/reward_model",

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.checks.algorithm import algorithm_problems
 from lockstep.trainer.checks.correction import asynchrony_problems, correction_problems, gateway_problems
@@ -35,6 +37,8 @@ from lockstep.trainer.checks.names import (
     sandbox_problems,
 )
 from lockstep.trainer.checks.tracking import tracking_problems
+from lockstep.trainer.config.groups.data_settings import DataSetConfig, DemonstrationsConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.launcher import launch_problems
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.row_check import RowCheck
@@ -67,7 +71,10 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
         problems += launch_problems(config.optimizer, config.model)
         problems += model_problems(config.model, config.teacher)
         problems += data_problems(config.data, config.eval.sets, config.environment)
-        problems += _demonstration_problems(config)
+        prompts = [*config.data.training_sets().values(), *heldout] if config.has_rollouts else []
+        problems += _demonstration_problems(
+            config.demonstrations, config.teacher, demonstrations, prompts, config.algorithm.name
+        )
         problems += url_problems("teacher.urls", config.teacher.urls)
         problems += evaluation_problems(config.eval, config.reward.functions, has_data=bool(heldout), trains=trains)
         if needs_data and trains:
@@ -97,13 +104,17 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
         raise ConfigError("\n".join(problems))
 
 
-def _demonstration_problems(config: Config) -> list[str]:
-    demonstrations, teacher = config.demonstration_sets().values(), config.teacher
-    prompts = [*config.data.training_sets().values(), *config.heldout_sets().values()] if config.has_rollouts else []
-    has_teacher = teacher.source == "saved" or config.demonstrations.teacher_divergence != "off"
+def _demonstration_problems(
+    settings: DemonstrationsConfig,
+    teacher: TeacherConfig,
+    demonstrations: Collection[DataSetConfig],
+    prompts: Collection[DataSetConfig],
+    algorithm: str,
+) -> list[str]:
+    has_teacher = teacher.source == "saved" or settings.teacher_divergence != "off"
     if not (demonstrations or has_teacher or any(one.is_saved for one in prompts)):
         return []
     from lockstep.trainer.checks.conversations import demonstration_problems, saved_prompt_problems
 
-    problems = [*demonstration_problems(config.demonstrations, teacher, demonstrations)]
-    return [*problems, *saved_prompt_problems(prompts, config.algorithm.name)]
+    problems = [*demonstration_problems(settings, teacher, demonstrations)]
+    return [*problems, *saved_prompt_problems(prompts, algorithm)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.objective.correction.mismatch import PREFIX, QUANTIZATION_K3
+from lockstep.trainer.objective.correction.modes import PREFIX, QUANTIZATION_K3
 
 K3_NEGLIGIBLE = {"float32": 1e-8, "bfloat16": 5e-3}
 """k3 below which two correct programs may differ, by `model.dtype`, with a margin of ten or more. Two float32 programs
@@ -71,12 +71,9 @@ class AlarmThresholds:
 
 def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:
     """Return one message per alarm, in a fixed order. Absent metrics raise none."""
-    messages: list[str] = []
     names = (PREFIX + "kl", PREFIX + "ess", PREFIX + "k3_kl", "rollout/token_match_rate")
-    for name in names:
-        value = metrics.get(name, 0.0)
-        if not math.isfinite(value):
-            messages.append(f"{name} is {value}: its logprobs are not finite.")
+    not_finite = [name for name in names if not math.isfinite(metrics.get(name, 0.0))]
+    messages = [f"{name} is {metrics[name]}: its logprobs are not finite." for name in not_finite]
     kl, ess, k3_kl, match_rate = (metrics.get(name, math.nan) for name in names)
     floor = _k3_floor(metrics)
     floor_name, of_floor = "the trainer's own noise", "the difference is more than rounding. Run lockstep diagnose."
@@ -110,8 +107,8 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             f"rollout/token_match_rate is {match_rate:.6g}, below {thresholds.token_match_rate:g}: tokens are trained "
             "that the engine did not sample. Run lockstep diagnose."
         )
-    is_taught = "teacher/kl" in metrics  # a signal without rewards
-    if metrics.get("reward/zero_std_fraction") == 1.0 and metrics.get("reward/std") != 0.0 and not is_taught:
+    is_fine = "teacher/kl" in metrics or _is_solved(metrics, thresholds)  # a signal without rewards, or all is learned
+    if metrics.get("reward/zero_std_fraction") == 1.0 and metrics.get("reward/std") != 0.0 and not is_fine:
         messages.append(
             "reward/zero_std_fraction is 1: the rollouts of each prompt have equal rewards, so none is better than "
             f"another. With policy/entropy {metrics.get('policy/entropy', math.nan):.3g} the policy may repeat itself: "
@@ -141,8 +138,7 @@ def disagreement(metrics: Mapping[str, float], thresholds: AlarmThresholds, *, d
         return None
     kl, k3_kl = (metrics.get(PREFIX + name, math.nan) for name in ("kl", "k3_kl"))
     k3_limit = FAR * max(_k3_limit(metrics, thresholds), TF32_K3 if device_type == "cuda" else 0.0)
-    limits = {"|kl|": (abs(kl), thresholds.kl), "k3_kl": (k3_kl, k3_limit)}
-    for name, (value, limit) in limits.items():
+    for name, value, limit in (("|kl|", abs(kl), thresholds.kl), ("k3_kl", k3_kl, k3_limit)):
         if value > limit:
             return (
                 f"{name} between engine and trainer is {value:.3g} nats per token with the weights that sampled, above "
@@ -167,20 +163,20 @@ def _k3_limit(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> floa
 
 def notes(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str]:
     """Return one message per metric that is as good as it can be."""
-    if metrics.get("reward/std") != 0.0 or not _is_solved(metrics, thresholds):
+    if not _is_solved(metrics, thresholds):
         return []
     return [
-        f"reward/mean is {metrics['reward/mean']:g} for every rollout of this step: all are solved, so none is better "
-        "than another. Harder data trains further; algorithm.dynamic_sampling=true leaves solved prompts out."
+        f"reward/mean is {metrics['reward/mean']:g}, and all rollouts of this step are solved, so none is better than "
+        "another of its prompt. Harder data trains further; algorithm.dynamic_sampling=true leaves solved prompts out."
     ]
 
 
 def dropped(metrics: Mapping[str, float]) -> str:
     """Return the rollouts of a step that are not trained, by cause, in words; "" for none."""
     counts = {name.removeprefix(DROPPED): int(value) for name, value in metrics.items() if name.startswith(DROPPED)}
-    counts.pop("fraction", None)
-    return ", ".join(f"{cause} {count}" for cause, count in counts.items() if count)
+    return ", ".join(f"{cause} {count}" for cause, count in counts.items() if count and cause != "fraction")
 
 
 def _is_solved(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> bool:
-    return metrics.get("reward/mean", -math.inf) >= thresholds.solved
+    is_equal = metrics.get("reward/std") == 0.0 and metrics.get("reward/mean", -math.inf) >= thresholds.solved
+    return is_equal or metrics.get("reward/flat_solved_fraction") == 1.0

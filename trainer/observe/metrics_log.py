@@ -171,7 +171,7 @@ def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
             if damage is not None:
                 raise damage
             try:
-                line = _line(json.loads(text))
+                line = checked_line(json.loads(text))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 damage = DataError(
                     f"{path}:{number} is not a line of metrics: {error}; delete that line to see the others"
@@ -182,8 +182,8 @@ def metrics_lines(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _line(values: Any) -> dict[str, float | None]:
-    """Validate a line. Raises ValueError, KeyError or TypeError."""
+def checked_line(values: Any) -> dict[str, float | None]:
+    """Return the metrics of a line, non-finite ones as None. Raises ValueError, KeyError or TypeError."""
     if not isinstance(values, dict):
         raise TypeError(f"expected an object, found {type(values).__name__}")
     for name, value in values.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +60,7 @@ def trained_rollout_metrics(
     version: int,
     noise_floor: Mapping[str, float],
     settings: CorrectionConfig,
+    pass_threshold: float,
 ) -> dict[str, float]:
     """Return the metrics of a step that need rollouts: theirs, and those of correction, reference and teacher.
 
@@ -69,7 +70,7 @@ def trained_rollout_metrics(
         version: of the weights before the update.
         noise_floor: as last measured.
     """
-    metrics = rollout_metrics(collected, batch)
+    metrics = rollout_metrics(collected, batch, pass_threshold)
     if settings.mode != "none" and batch.layout.num_tokens:
         metrics |= mismatch_metrics(
             trained_N,
@@ -90,7 +91,7 @@ def trained_rollout_metrics(
     return metrics
 
 
-def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
+def rollout_metrics(collected: Collected, batch: StepBatch, pass_threshold: float) -> dict[str, float]:
     """Return counts and means over rollouts and rows; on ranks without rollouts only over rows."""
     metrics = {
         "rollout/delivered": float(batch.num_rollouts),
@@ -101,7 +102,7 @@ def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
         return metrics
     return (
         metrics
-        | _reward_metrics(collected.rollouts)
+        | reward_metrics(collected.rollouts, pass_threshold)
         | _sampling_metrics(collected.rollouts)
         | token_metrics(collected.trained, batch)
         | outcome_metrics(collected.rollouts)
@@ -109,13 +110,19 @@ def rollout_metrics(collected: Collected, batch: StepBatch) -> dict[str, float]:
     )
 
 
-def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def reward_metrics(rollouts: Sequence[Rollout], pass_threshold: float) -> dict[str, float]:
     """Return metrics over all rollouts with a reward, including groups that dynamic sampling drops."""
     scored_rollouts = [rollout for rollout in rollouts if rollout.is_trainable]
     if not scored_rollouts:
         return {}
     rewards = np.array([rollout.reward for rollout in scored_rollouts])
     metrics = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    rewards_of: defaultdict[int, set[float]] = defaultdict(set)
+    for rollout in scored_rollouts:
+        rewards_of[rollout.group_id].add(rollout.reward)
+    verdicts = [min(own) >= pass_threshold for own in rewards_of.values() if len(own) == 1]
+    for name, is_solved in (("solved", True), ("failed", False)):
+        metrics[f"reward/flat_{name}_fraction"] = verdicts.count(is_solved) / len(rewards_of)
     if OVERLONG in scored_rollouts[0].rewards:
         metrics[f"reward/{OVERLONG}/mean"] = float(np.mean([rollout.rewards[OVERLONG] for rollout in scored_rollouts]))
     return metrics

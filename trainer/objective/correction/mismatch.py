@@ -21,12 +21,10 @@ import math
 import torch
 from torch import Tensor
 
+from lockstep.trainer.objective.correction.modes import PREFIX, QUANTIZATION_K3
 from lockstep.trainer.objective.correction.weights import CorrectionResult
 from lockstep.trainer.objective.kl import bounded, k2, k3
 from lockstep.trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
-
-PREFIX = "rollout_correction/"
-QUANTIZATION_K3 = PREFIX + "quantization_k3"
 
 FORCED_LOGPROB = -0.01
 """Smallest sampling logprob of a forced token ("KL Divergence Analysis", jphme, gist, 2026). For metrics only."""

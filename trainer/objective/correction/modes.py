@@ -17,6 +17,9 @@ from lockstep.trainer.objective.kl import k1, k2, k3
 if TYPE_CHECKING:
     from torch import Tensor
 
+PREFIX = "rollout_correction/"
+QUANTIZATION_K3 = PREFIX + "quantization_k3"
+
 
 class Granularity(StrEnum):
     TOKEN = "token"

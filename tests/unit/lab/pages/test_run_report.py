@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lockstep.lab.pages.chart import HEIGHT, MAX_POINTS, WIDTH, Chart, Curve, number
-from lockstep.lab.pages.run_report import learning_charts, report, stages, tiles, write_report
+from lockstep.lab.pages.run_report import charts, report, stages, tiles, write_report
 from lockstep.lab.pages.saved_run import SavedRun
 from lockstep.lab.pages.token_view import TEMPLATE as TOKEN_VIEW
 from lockstep.rollout.errors import ConfigError, DataError
@@ -119,7 +119,7 @@ class TestContent:
         ]
         lines[1]["rollout/dropped_fraction"] = 0.5
         lost = SavedRun.read(write_run(tmp_path / "lost", lines, []))
-        (chart,) = [chart for chart in learning_charts(lost) if chart.title == "Rollouts that are not trained"]
+        (chart,) = [chart for chart in charts(lost)["Rollouts"] if chart.title == "Rollouts that are not trained"]
         assert [(curve.name, curve.points) for curve in chart.curves] == [("reward", [(1, 0.0), (2, 3.0)])]
         page = report(lost)
         assert "Rollouts that are not trained" in page
@@ -140,7 +140,7 @@ class TestContent:
         lines = [line(update, **{f"data/{name}_share": value for name, value in shares.items()}) for update in (1, 2)]
         page = report(SavedRun.read(write_run(tmp_path / "curriculum", lines, [])))
         (chart,) = [
-            chart for chart in learning_charts(SavedRun.read(tmp_path / "curriculum")) if "Difficulty" in chart.title
+            chart for chart in charts(SavedRun.read(tmp_path / "curriculum"))["Learning"] if "Difficulty" in chart.title
         ]
         assert [curve.points[-1][1] for curve in chart.curves] == list(shares.values())
         assert "Difficulty of the data" in page

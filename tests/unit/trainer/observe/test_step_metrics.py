@@ -1,4 +1,4 @@
-"""Metrics of what environments report."""
+"""Metrics of rewards and of what environments report."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.rollout.records import Rollout
-from lockstep.trainer.observe.step_metrics import outcome_metrics
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout
+from lockstep.trainer.observe.step_metrics import outcome_metrics, reward_metrics
 
 
 def means(*outcomes: dict[str, Any]) -> dict[str, float]:
@@ -30,3 +30,14 @@ def test_the_largest_numbers_that_an_outcome_may_have_are_averaged():
     assert means({"found": 10**100}, {"found": -(10**100)}, {"found": 1e100}) == {
         "environment/found": pytest.approx(1e100 / 3)
     }
+
+
+def test_groups_of_equal_rewards_are_counted_as_solved_or_as_failed():
+    call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-0.5,), finish_reason=FinishReason.STOP)
+    rewards = {0: (1.0, 1.0), 1: (0.0, 0.0), 2: (0.0, 1.0), 3: (0.25, 0.25)}
+    rollouts = [
+        Rollout(rollout_id=n, group_id=group, calls=(call,), reward=reward)
+        for n, (group, reward) in enumerate((group, reward) for group, pair in rewards.items() for reward in pair)
+    ]
+    found = reward_metrics(rollouts, pass_threshold=1.0)
+    assert (found["reward/flat_solved_fraction"], found["reward/flat_failed_fraction"]) == (0.25, 0.5)

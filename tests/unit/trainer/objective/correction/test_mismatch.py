@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from lockstep.trainer.objective.correction.mismatch import (
     LENGTH_BUCKETS,
-    PREFIX,
-    QUANTIZATION_K3,
     UNKNOWN_VERSION,
     mismatch_metrics,
     noise_floor,
     quantization_cost,
 )
+from lockstep.trainer.objective.correction.modes import PREFIX, QUANTIZATION_K3
 from lockstep.trainer.objective.correction.weights import CorrectionResult, correction_weights
 from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, disagreement, notes
 
@@ -337,7 +336,7 @@ def test_a_step_whose_rollouts_are_all_solved_raises_no_alarm_but_a_note():
     solved = HEALTHY | {"reward/mean": 1.0, "reward/std": 0.0, "reward/zero_std_fraction": 1.0}
     assert alarms(solved, AlarmThresholds()) == []
     (note,) = notes(solved, AlarmThresholds())
-    assert "all are solved" in note
+    assert "all rollouts of this step are solved" in note
     assert "Harder data" in note
     for failed, thresholds in ((solved | {"reward/mean": 0.2}, {}), (solved, {"solved": 1.5})):
         (alarm,) = alarms(failed, AlarmThresholds(**thresholds))
@@ -361,6 +360,16 @@ def test_equal_rewards_within_every_group_raise_an_alarm_unless_a_teacher_is_the
     assert alarms(flat | {"reward/zero_std_fraction": 0.99}, AlarmThresholds()) == []
     assert alarms(flat | {"teacher/kl": 0.1}, AlarmThresholds()) == []
     assert len(alarms(flat | {"reward/std": 0.0}, AlarmThresholds())) == 1
+
+
+def test_prompts_that_are_all_solved_with_other_rewards_raise_no_alarm_but_a_note():
+    flat = HEALTHY | {"reward/mean": 1.2, "reward/std": 0.2, "reward/zero_std_fraction": 1.0}
+    solved = flat | {"reward/flat_solved_fraction": 1.0, "reward/flat_failed_fraction": 0.0}
+    assert alarms(solved, AlarmThresholds()) == []
+    assert "Harder data" in notes(solved, AlarmThresholds())[0]
+    half = flat | {"reward/flat_solved_fraction": 0.5, "reward/flat_failed_fraction": 0.5}
+    assert len(alarms(half, AlarmThresholds())) == 1
+    assert notes(half, AlarmThresholds()) == []
 
 
 def test_stale_tokens_have_no_noise_alarm_and_their_kl_alarm_names_the_staleness():
