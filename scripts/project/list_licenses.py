@@ -58,8 +58,8 @@ Lockstep has the [Apache License 2.0](https://www.apache.org/licenses/LICENSE-2.
 `make install`, `make sbom` and `make audit` install, as `requirements/` locks them, with the license that each
 declares. The file is named where it is not both `cpu.txt` and `cuda.txt`. None of the packages is part of this
 repository; an image that is built from the `Dockerfile` contains those of `cuda.txt`. Only uPlot 1.6.32,
-the chart library of `lockstep watch`, is in this repository (`lab/watch/uplot/`), with its MIT license. This page is written by
-`make docs`.
+the chart library of `lockstep watch`, is in this repository (`lab/watch/uplot/`), with its MIT license. This page is
+written by `make docs`.
 
 """
 
