@@ -78,8 +78,8 @@ class MetricsLog:
     @property
     def places(self) -> dict[str, str]:
         """Location of each tracker's data, with the command that shows them, by the tracker's name."""
-        has_place = self._wandb is not None and self._wandb.place is not None
-        return {**({self._wandb.label: str(self._wandb.place)} if has_place else {}), **self._places}
+        wandb = self._wandb
+        return {**({wandb.label: str(wandb.place)} if wandb is not None and wandb.place else {}), **self._places}
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step; the file has the time, too. Non-finite numbers become null, because JSON has none."""

@@ -18,7 +18,7 @@ from lockstep.rewards.workers.copies import pickled
 from lockstep.rollout.environments import declaration, make_environment
 from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.system.user_functions import keep, object_named
+from lockstep.rollout.system.user_functions import keep, load_functions, object_named
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import load_rows
 from lockstep.trainer.objective.own.lookup import policy_loss_named
@@ -48,7 +48,7 @@ def search(query: str) -> str:
 class Game:
     """An environment of one turn."""
 
-    declaration = Declaration(reads="prompt", max_turns=3)
+    declaration = Declaration(reads="prompt", max_turns=5)
     tools = ()
 
     def __init__(self, depth: int = 1) -> None:
@@ -86,6 +86,8 @@ def test_keywords_are_the_content_of_a_settings_file(configured: Any) -> None:
     assert isinstance(config, Config)
     assert config.algorithm.name == "dr_grpo"
     assert (config.updates, config.optimizer.lr, config.rollout.prompts_per_step) == (3, 0.5, 4)
+    both = configured(defaults=[{"algorithm": "dr_grpo"}], algorithm={"clip_high": 0.5})
+    assert (both.algorithm.name, both.algorithm.clip_high) == ("dr_grpo", 0.5)
 
 
 def test_arguments_go_on_top_of_a_settings_file(configured: Any, tmp_path: Path) -> None:
@@ -124,8 +126,10 @@ def test_the_name_of_rows_follows_their_content_alone(configured: Any, tmp_path:
     names = {configured(data=one).data.path for one in (table, again, table.select(range(8)))}
     assert len(names) == 1
     assert configured(data=table.select([1, 0, 2, 3, 4, 5, 6, 7])).data.path not in names
-    lists = [configured(data=one).data.path for one in (ROWS, [dict(row) for row in ROWS], ROWS[1:])]
-    assert lists[0] == lists[1] != lists[2]
+    other = [{**ROWS[0], "answer": "2"}, *ROWS[1:]]
+    lists = [configured(data=one).data.path for one in (ROWS, [dict(row) for row in ROWS], ROWS[1:], other)]
+    assert lists[0] == lists[1]
+    assert len(set(lists)) == 3
 
 
 @pytest.mark.parametrize(
@@ -200,7 +204,7 @@ def test_tools_and_environments_are_found_by_their_names(configured: Any) -> Non
     assert [tool["function"]["name"] for tool in environment.tools] == ["search"]
 
     config = configured(environment={"name": Game, "settings": {"depth": 3}})
-    assert config.max_turns == 3
+    assert config.max_turns == 5
     assert make_environment(config.environment.name, **config.environment.settings).depth == 3
 
     instance = Game(7)
@@ -208,7 +212,7 @@ def test_tools_and_environments_are_found_by_their_names(configured: Any) -> Non
     first, second = make_environment(name), make_environment(name)
     assert first.depth == second.depth == 7
     assert len({id(one) for one in (first, second, instance)}) == 3
-    assert declaration(name).max_turns == 3
+    assert declaration(name).max_turns == 5
 
 
 def test_an_instance_that_cannot_be_copied_is_refused(configured: Any) -> None:
@@ -218,6 +222,11 @@ def test_an_instance_that_cannot_be_copied_is_refused(configured: Any) -> None:
         configured(environment=instance)
     with pytest.raises(ConfigError, match="environment: found object, expected a name, or a class"):
         configured(environment=object())
+
+
+def test_an_object_that_is_not_there_is_an_error_of_the_settings() -> None:
+    with pytest.raises(ConfigError, match="continue the run in that program"):
+        load_functions("object:gone")
 
 
 def test_a_loss_is_recorded_with_its_source(configured: Any) -> None:
