@@ -160,7 +160,9 @@ def dry_run(config: Config) -> None:
         if batch:
             console.print(Rule("[bold]the first demonstrations[/bold]", style="dim", align="left"))
             _print_rows(console, batch.rows[:SHOWN_ROWS], texts)
-    overrides = shlex.join(redact_words([word for word in typed_words() if not word.startswith("dry_run=")]))
+    words = [word for word in typed_words() if not word.startswith("dry_run=")]
+    is_typed = words != typed_words()  # else a settings file says it
+    overrides = shlex.join(redact_words(words if is_typed else [*words, "dry_run=false"]))
     launcher = lockstep() if distributed.world_size == 1 else f"{program('accelerate')} launch ... -m lockstep"
     console.print(Rule(style="dim"))
     for warning in (*unrewarded_answers(rollouts), *unknown_names(config.teacher.context or "", rollouts)):
@@ -168,7 +170,7 @@ def dry_run(config: Config) -> None:
     problems = [] if too_large is None else [f"the run does not fit into memory: {too_large}"]
     if problems := [*problems, *untrainable(config.reward.functions, rollouts)]:
         raise ConfigError("\n".join(problems))
-    console.print("All checks passed. To start the run, leave dry_run out:", style="bold")
+    console.print(f"All checks passed. To start the run, {'leave dry_run out' if is_typed else 'type'}:", style="bold")
     console.print(f"{launcher} train {overrides}", markup=False, soft_wrap=True)
 
 
