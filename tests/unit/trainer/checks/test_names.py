@@ -52,6 +52,13 @@ class Long:
 
 class Half:
     async def reset(self, example): ...
+
+class Bare(Half):
+    async def step(self, message): ...
+
+class Later(Bare):
+    @property
+    def tools(self): return self._made_by_reset
 """
 
 
@@ -62,6 +69,7 @@ class Half:
         ("Long", "{level: high}", "with the settings {'level': 'high'} raised ValueError in line 7"),
         ("Long", "{levels: 1}", "argument 'levels'; environment.settings are its arguments (level: int = 1)"),
         ("Half", "{}", "environment Half has no method step, which the driver turn_by_turn calls"),
+        ("Bare", "{}", "environment Bare has no attribute tools, which the model may call; write tools = ()"),
         ("mixed", "{}", "found environments=None, expected settings by name"),
         ("mixed", "{environments: [chain]}", "found environments=['chain'], expected settings by name"),
         ("mixed", "{environments: {chain: null}}", "set 'environment.settings.environments.chain={}'"),
@@ -78,6 +86,12 @@ def test_an_environment_that_cannot_be_made_ends_in_a_sentence(
     config = composed(*words)
     (found,) = environment_problems(config.environment, config.max_turns)
     assert problem in found
+
+
+def test_tools_may_be_made_by_a_reset(tmp_path: Path) -> None:
+    (tmp_path / "my_env.py").write_text(ENVIRONMENTS)
+    config = composed(f"environment.name={tmp_path}/my_env.py:Later")
+    assert list(environment_problems(config.environment, config.max_turns)) == []
 
 
 def test_a_class_of_a_file_that_extends_one_of_ours_keeps_the_default_of_turns(tmp_path: Path) -> None:
