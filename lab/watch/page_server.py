@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -244,7 +244,7 @@ def _panels(names: list[str]) -> list[dict[str, Any]]:
 
 
 def serve(root: Path, port: int) -> None:
-    """Serve the page until Ctrl-C. port: 0 for a free one. Raises OSError if the port is taken."""
+    """Serve the page until Ctrl-C or SIGTERM. port: 0 for a free one. Raises OSError if the port is taken."""
 
     async def run() -> None:
         runner = web.AppRunner(PageServer(root).app(), access_log=None)
@@ -252,11 +252,13 @@ def serve(root: Path, port: int) -> None:
         site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         assert runner.addresses
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has started it with SIGINT ignored
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
         print(f"http://localhost:{runner.addresses[0][1]}  (Ctrl-C ends)", flush=True)
         try:
-            await asyncio.Event().wait()
+            await ended.wait()
         finally:
             await runner.cleanup()
 
-    with suppress(KeyboardInterrupt):
-        asyncio.run(run())
+    asyncio.run(run())

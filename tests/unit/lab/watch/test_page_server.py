@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -194,8 +195,20 @@ def test_the_command_loads_no_torch_and_says_where_the_page_is(tmp_path: Path):
     refused = subprocess.run([*command, str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "is not a directory" in refused.stderr
-    with subprocess.Popen([*command, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_prints_its_address_and_ends_at_a_signal(tmp_path: Path, number: int):
+    """SIGINT is ignored at its start, as in jobs that a script puts into the background."""
+    program = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "scripts/watch.py", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-c", program, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
         assert process.stdout is not None
         assert re.match(r"http://localhost:\d+ ", process.stdout.readline())
-        process.send_signal(2)
-        assert process.wait() == 0
+        process.send_signal(number)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
