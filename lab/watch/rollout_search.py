@@ -177,7 +177,7 @@ def _entry(rollout: Rollout, file: str, number: int) -> Entry:
 
 def _head(rollout: Rollout, file: str, number: int) -> dict[str, Any]:
     question = next((content_text(m) for m in rollout.messages if m["role"] == "user"), "")
-    answer = next((_message_text(m) for m in reversed(rollout.messages) if m["role"] == "assistant"), "")
+    answer = _message_text(rollout.sampled_turns[-1]) if rollout.sampled_turns else ""
     return {
         "file": file,
         "line": number,

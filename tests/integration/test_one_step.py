@@ -36,6 +36,7 @@ from tests.fixtures.composed import demo
 from tests.fixtures.forked_python import forks_for_spawns
 from tests.fixtures.paths import ROOT
 
+pytestmark = pytest.mark.timeout(900)  # the first test makes the demo's model, if no other has
 SOURCE = ROOT / "examples" / "one_step.py"
 MAX_LINES = 300
 

@@ -42,7 +42,7 @@ from lockstep.trainer.batch.packing import StepLayout, collate, pack
 from lockstep.trainer.model.policy import Policy
 from tests.fixtures.forked_python import forks_for_spawns
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # the demo's model is made, if no other test has
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MEAN_DIFFERENCE = 1e-5
