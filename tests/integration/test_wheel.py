@@ -83,6 +83,28 @@ def test_a_task_of_ones_own_is_trained_and_read(site: Path, task: Path) -> None:
 
 
 @pytest.mark.engine
+def test_a_program_of_ones_own_trains_and_its_model_is_published(site: Path, task: Path) -> None:
+    (task / "program.py").write_text(
+        "import lockstep\n"
+        "from lockstep.lab.watch.page_server import FILES, FOLDER\n"
+        "rows = [{'question': f'compute {number}+1', 'answer': str(number + 1)} for number in range(8)]\n"
+        "def tokens(rollout): return float(rollout.num_sampled % 7)\n"
+        "run = lockstep.train('run.yaml', data=rows, rewards=[tokens], run_name='own')\n"
+        "assert '<svg' in run._repr_html_()\n"
+        "assert all(path.is_file() for path, _ in FILES.values()) and (FOLDER / 'page/watch.html').is_file()\n"
+        "print(sorted(key for key in run.history[0] if key.startswith('reward/mean')))\n"
+    )
+    assert "['reward/mean']" in run(task, site, sys.executable, "program.py")
+    published = run(
+        task, site, str(site / "bin/lockstep"), "publish", "runs/own", "--repo", "me/own", "--out", "folder"
+    )
+    assert "hf upload me/own folder ." in published
+    card = (task / "folder/README.md").read_text()
+    assert "object:tokens" in card
+    assert str(task) not in card
+
+
+@pytest.mark.engine
 @pytest.mark.distributed
 def test_two_ranks_are_launched_by_the_name_of_the_module(site: Path, task: Path) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
