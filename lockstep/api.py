@@ -8,6 +8,7 @@ start.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -176,7 +177,7 @@ def _run(config: Config, words: Sequence[str], objects: Mapping[str, Any], callb
 
 def _with_picture(config: Config, callbacks: Mapping[str, Any]) -> dict[str, Any]:
     """Return the callbacks; in a notebook with a picture that follows the run."""
-    if not _in_notebook():
+    if not _in_notebook() or "TORCHELASTIC_RUN_ID" in os.environ:  # forks of a kernel cannot draw
         return dict(callbacks)
     from lockstep.lab.pages.notebook import LivePicture
 

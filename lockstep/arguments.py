@@ -56,7 +56,8 @@ class Arguments:
         presets = {**{key: value for entry in file.get("defaults", ()) for key, value in entry.items()}}
         for entry in arguments.pop("defaults", ()):
             presets |= entry
-        tree = copy.deepcopy({key: value for key, value in file.items() if key != "defaults"})
+        below = copy.deepcopy({key: value for key, value in file.items() if key != "defaults"})
+        tree: dict[str, Any] = {}
         for name, value in arguments.items():
             section, dot, _ = name.partition(".")
             if not dot and isinstance(value, str) and value in preset_names(section):
@@ -73,19 +74,20 @@ class Arguments:
             _put_rewards(tree, rewards)
         if tools:
             _put(tree, "environment.settings.files", list(tools))
-            if "environment" not in presets and "name" not in tree["environment"]:
+            if "environment" not in presets and "name" not in {**below.get("environment", {}), **tree["environment"]}:
                 presets["environment"] = "tools"
-        if isinstance(tree.get("run_root"), str | Path):
-            self.run_root = str(tree["run_root"])
-        if isinstance(tree.get("reward"), Mapping) and tree["reward"].get("isolation") == "process":
+        self.run_root = str(tree.get("run_root") or below.get("run_root") or self.run_root)
+        rewards_at = [one["reward"] for one in (below, tree) if isinstance(one.get("reward"), Mapping)]
+        if [one["isolation"] for one in rewards_at if "isolation" in one][-1:] == ["process"]:
             self.reward_prefix = COPY
         model = tree.get("model", {}).get("path") if isinstance(tree.get("model"), Mapping) else None
         if model is not None and not isinstance(model, str | Path):
             tree["model"]["path"] = stored_model(model, tokenizer, Path(self.run_root))
         elif tokenizer is not None:
             raise ConfigError("tokenizer: found one without a loaded model, whose folder would have it; leave it out")
-        plain = self._plain("", tree)
-        return {**({"defaults": [{name: value} for name, value in presets.items()]} if presets else {}), **plain}
+        for name, value in self._plain("", tree).items():  # texts of the file may refer to other settings
+            _put(below, name, value)
+        return {**({"defaults": [{name: value} for name, value in presets.items()]} if presets else {}), **below}
 
     def _plain(self, name: str, value: Any) -> Any:
         """Return a value as a settings file would hold it."""

@@ -252,7 +252,12 @@ def _place(file: str, line: int | None) -> str:
 def file_sha256(spec: str) -> str:
     """Return the SHA-256 of the file of `path.py:name`, or of the source of `object:name`, without imports."""
     if is_object(spec):
-        return hashlib.sha256(inspect.getsource(object_named(spec)).encode()).hexdigest()
+        value = object_named(spec)
+        try:
+            content = inspect.getsource(value).encode()
+        except (OSError, TypeError):  # typed into an interpreter, or no function
+            content = getattr(getattr(value, "__code__", None), "co_code", b"")
+        return hashlib.sha256(content).hexdigest()
     return hashlib.sha256(Path(spec.rpartition(":")[0]).read_bytes()).hexdigest()
 
 

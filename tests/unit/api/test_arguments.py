@@ -18,7 +18,7 @@ from lockstep.rewards.workers.copies import pickled
 from lockstep.rollout.environments import declaration, make_environment
 from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.system.user_functions import keep, load_functions, object_named
+from lockstep.rollout.system.user_functions import file_sha256, keep, load_functions, object_named
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.datasets import load_rows
 from lockstep.trainer.objective.own.lookup import policy_loss_named
@@ -92,9 +92,9 @@ def test_keywords_are_the_content_of_a_settings_file(configured: Any) -> None:
 
 def test_arguments_go_on_top_of_a_settings_file(configured: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("defaults: [{algorithm: dr_grpo}]\nupdates: 7\noptimizer: {lr: 0.25, warmup_updates: 2}\n")
-    config = configured(file, optimizer={"lr": 0.5})
-    assert (config.algorithm.name, config.updates) == ("dr_grpo", 7)
+    file.write_text("defaults: [{algorithm: dr_grpo}]\nupdates: ${seed}\noptimizer: {lr: 0.25, warmup_updates: 2}\n")
+    config = configured(file, optimizer={"lr": 0.5}, seed=3)
+    assert (config.algorithm.name, config.updates) == ("dr_grpo", 3)
     assert (config.optimizer.lr, config.optimizer.warmup_updates) == (0.5, 2)
     with pytest.raises(ConfigError, match=r"found 'mine.json', expected the path of a settings file"):
         lockstep.configure("mine.json")
@@ -239,6 +239,13 @@ def test_a_loss_is_recorded_with_its_source(configured: Any) -> None:
     from lockstep.trainer.config.user_code import hashes
 
     assert len(hashes(config.algorithm)["loss_sha256"]) == 64
+
+
+def test_a_function_without_a_source_has_a_hash() -> None:
+    names: dict[str, Any] = {}
+    exec("def first(x): return x + 1\ndef second(x): return x - 1", names)
+    keep(names)
+    assert file_sha256("object:first") != file_sha256("object:second")
 
 
 def test_a_loaded_model_is_written_once(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
