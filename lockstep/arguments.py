@@ -127,11 +127,11 @@ class Arguments:
     def _keep(self, value: Callable[..., Any], name: str | None = None) -> str:
         """Keep an object under its own name, or one with a number if another has it."""
         function = value.func if isinstance(value, functools.partial) else value
-        name = name or getattr(function, "__name__", type(function).__name__).strip("<>")
-        names = (name, *(f"{name}_{number}" for number in range(2, 1000)))
-        name = next(one for one in names if self.objects.get(one, value) is value)
-        self.objects[name] = value
-        return name
+        own = name or str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+        names = (own, *(f"{own}_{number}" for number in range(2, 1000)))
+        free = next(one for one in names if self.objects.get(one, value) is value)
+        self.objects[free] = value
+        return free
 
 
 def _is_dictionary(value: Any) -> bool:
