@@ -156,6 +156,14 @@ install_packages() {
     install_locked --requirement requirements/build.txt || fail "pip failed; its message is above."
     install_locked --requirement "requirements/$accelerator.txt" || fail "pip failed; its message is above."
     pip_install --no-deps --no-build-isolation --editable . || fail "pip failed; its message is above."
+    if [[ $accelerator == cpu ]]; then prepare_cuda_builds; fi
+}
+
+# torchvision is locked as PyPI has it, for CUDA. Programs of this environment may import transformers before Lockstep.
+prepare_cuda_builds() {
+    local site
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo 'import lockstep.cuda_builds; lockstep.cuda_builds.install()' >"$site/lockstep-cuda-builds.pth"
 }
 
 # Import the packages of the trainer, to find a broken combination before the first run.

