@@ -85,7 +85,7 @@ ifeq ($(RECIPE),demo_calculator)
 reproduce: model
 endif
 reproduce: install ## Reproduce a published result and judge it; RECIPE=<name>, without it a list; ARGS for settings
-	@$(BIN)/python -m scripts.reproduce $(RECIPE) $(ARGS)
+	@$(BIN)/python -m lockstep reproduce $(RECIPE) $(ARGS)
 
 check: install ## While editing, at most 90 s: lint the changed files, run the unit tests that depend on them
 	@$(BIN)/python -m scripts.project.check_change $(if $(BASE),--base $(BASE)) $(if $(FILES),--files $(FILES)) $(if $(CHECK_SECONDS),--seconds $(CHECK_SECONDS))
@@ -138,7 +138,7 @@ bench: install ## Run the programs in benchmarks/; BENCH=head for one of them, A
 	done; exit $$status
 
 gpu-check: install ## Check every path that needs a GPU, on this machine; ARGS="--only NAME" or "--rehearse"
-	$(BIN)/python -m scripts.gpu_check $(ARGS)
+	$(BIN)/python -m lockstep gpu-check $(ARGS)
 
 docs: install ## Write the generated pages of docs/ from the code, and build the site of docs/ into site/
 	$(BIN)/python -m scripts.project.list_settings
@@ -148,7 +148,7 @@ docs: install ## Write the generated pages of docs/ from the code, and build the
 	$(BIN)/python -m scripts.project.list_stability
 	$(BIN)/python -m scripts.project.list_licenses
 	$(BIN)/python -m scripts.project.list_memory
-	$(BIN)/python -m scripts.recipes.page
+	$(BIN)/python -m scripts.project.list_recipes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: that hides warnings from strict mode, too
 
 lock: ## Write requirements/ from pyproject.toml (needs uv and a network); ARGS="--upgrade", "--upgrade-package NAME"

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import runpy
 import sys
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-FOR_CHECKOUTS = {"gpu-check": "make gpu-check", "reproduce": "make reproduce RECIPE=<name>"}
-"""Commands that need the tests, recipes or pages of a checkout, and what runs them there."""
 
 
 def commands() -> dict[str, str]:
     """Return the first line of each command's description by its name. Imports none of them."""
     descriptions = {}
     for path in sorted(SCRIPTS.glob("*.py")):
-        name = path.stem.replace("_", "-")
-        if name not in FOR_CHECKOUTS:
-            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            descriptions[name] = text.partition("\n")[0]
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        descriptions[path.stem.replace("_", "-")] = text.partition("\n")[0]
     return descriptions
 
 
@@ -33,17 +30,16 @@ def main() -> None:
     """Run the command that the first word names, with the words after it; exit status 2 if there is none."""
     name, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if name in ("--version", "-V"):
-        from importlib.metadata import version
+        from importlib.metadata import metadata
 
-        print(f"lockstep {version('lockstep-rl')}")
+        about = metadata("lockstep-rl")
+        print("\n".join([f"lockstep {about['Version']}", *about.get_all("Project-URL", [])]))
         return
     descriptions = commands()
     if name in ("--help", "-h", "help"):
         print("usage: lockstep <command> [words]; lockstep <command> --help describes one\n")
         print("\n".join(f"  {command:<22} {description}" for command, description in descriptions.items()))
         return
-    if name in FOR_CHECKOUTS:
-        sys.exit(_refusal(f"lockstep {name} needs a checkout of the repository; run `{FOR_CHECKOUTS[name]}` in it"))
     matches = (
         [name] if name in descriptions else [command for command in descriptions if command.startswith(f"{name}-")]
     )
@@ -52,7 +48,11 @@ def main() -> None:
         sys.exit(_refusal(f"{name} is not a command; expected {' or '.join(near) if matches else ', '.join(near)}"))
     module = matches[0].replace("-", "_")
     sys.argv = [str(SCRIPTS / f"{module}.py"), *words]
-    runpy.run_module(f"lockstep.scripts.{module}", run_name="__main__")
+    try:
+        runpy.run_module(f"lockstep.scripts.{module}", run_name="__main__")
+    except BrokenPipeError:  # `lockstep inspect | head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        sys.exit(1)
 
 
 def _refusal(sentence: str) -> int:

@@ -1,9 +1,9 @@
 """Check every path that needs a GPU, on this machine: about 30 minutes on two GPUs, without network.
 
-    make gpu-check                                    all checks
-    python -m scripts.gpu_check --quick               the first ones, in about five minutes
-    python -m scripts.gpu_check --only transfer loop  these
-    python -m scripts.gpu_check --rehearse            on a machine without a GPU: the program itself, in small sizes
+    lockstep gpu-check                       all checks; in a checkout make gpu-check
+    lockstep gpu-check --quick               the first ones, in about five minutes
+    lockstep gpu-check --only transfer loop  these
+    lockstep gpu-check --rehearse            on a machine without a GPU: the program itself, in small sizes
 
 Each check runs in a process of its own with a time limit. The table, `gpu_check.json`, `index.html` and a folder with
 the log of each check are in the run directory; a zip file beside it has what a report needs, without secrets. Exit
@@ -31,11 +31,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from scripts.gpu_checks import CHECKS, Check
-from scripts.gpu_checks.one import RESULT
-from scripts.gpu_checks.parcel import pack, without_secrets
+from lockstep.scripts.gpu_checks import CHECKS, Check
+from lockstep.scripts.gpu_checks.one import RESULT
+from lockstep.scripts.gpu_checks.parcel import pack, without_secrets
 
-ROOT = Path(__file__).resolve().parents[1]
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 COLORS = {PASSED: "green", FAILED: "red", SKIPPED: "yellow"}
 SHOWN_LINES = 15
@@ -86,7 +85,7 @@ def run_check(check: Check, directory: Path, *, rehearses: bool) -> Result:
     """Run a check in a process of its own and end it at its time limit."""
     folder = directory / check.name
     folder.mkdir(parents=True)
-    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "scripts.gpu_checks.one"]
+    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "lockstep.scripts.gpu_checks.one"]
     command += [check.module, check.name, str(folder), *(["--rehearse"] if rehearses else [])]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"} | (
         {"OMP_NUM_THREADS": "1"} if rehearses else {}
@@ -94,7 +93,7 @@ def run_check(check: Check, directory: Path, *, rehearses: bool) -> Result:
     start = time.monotonic()
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -213,7 +212,7 @@ def table(results: Sequence[Result]) -> Table:
 
 def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.gpu_check", description=__doc__,
+        prog="lockstep gpu-check", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--rehearse", action="store_true", help="run the small CPU form of each check that has one")
@@ -228,7 +227,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[Check] = CHECK
     if not options.rehearse and not num_gpus:
         print("lockstep: this machine has no GPU that torch sees, so nothing can be checked", file=sys.stderr)
         return 2
-    directory = (options.out or ROOT / "runs" / time.strftime("gpu-check-%Y%m%d-%H%M%S")).resolve()
+    directory = (options.out or Path("runs") / time.strftime("gpu-check-%Y%m%d-%H%M%S")).resolve()
     if directory.exists() and any(directory.iterdir()):
         print(f"lockstep: --out={directory} has files; name a new or an empty directory", file=sys.stderr)
         return 2

@@ -3,8 +3,8 @@
     make reproduce                                      list the recipes
     make reproduce RECIPE=demo_calculator               the demo, on a CPU
     make reproduce RECIPE=gsm8k_lora_0.5b               again after an interruption: continue
-    python -m scripts.reproduce gsm8k_ppo --dry-run     recipe, plan and machine only
-    python -m scripts.reproduce gsm8k_ppo seed=1 run_name=second
+    lockstep reproduce gsm8k_ppo --dry-run              recipe, plan and machine only
+    lockstep reproduce gsm8k_ppo seed=1 run_name=second without make, in any directory
 
 Settings behind the name are those of scripts/train.py. The verdict is in verdict.md and verdict.json of the run
 directory. Exit status: 0 reproduced, 1 not, 2 a mistake in the settings or a machine that does not fit.
@@ -20,8 +20,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -36,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from lockstep.rollout.errors import ConfigError, LockstepError
     from lockstep.rollout.safe_text import print_error
-    from scripts.recipes.declared import RECIPES
+    from lockstep.scripts.recipes.declared import RECIPES
 
     if options.recipe is None:
         print(listing())
@@ -59,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def listing() -> str:
-    from scripts.recipes.declared import RECIPES
+    from lockstep.scripts.recipes.declared import RECIPES
 
     width = max(map(len, RECIPES))
     lines = ["Recipes: make reproduce RECIPE=<name>", ""]
@@ -79,10 +77,10 @@ def reproduce(recipe, overrides: tuple[str, ...], *, processes: int | None, is_d
 
     from lockstep.rollout.errors import ConfigError
     from lockstep.rollout.safe_text import print_error
+    from lockstep.scripts.recipes.judge import Status, judge, write_verdict
+    from lockstep.scripts.recipes.plan import make_plan, overrides_of, refusals, this_machine
     from lockstep.trainer.cli import explain
     from lockstep.trainer.config.schema import Config
-    from scripts.recipes.judge import Status, judge, write_verdict
-    from scripts.recipes.plan import make_plan, overrides_of, refusals, this_machine
 
     try:
         plan = make_plan(recipe, processes=processes, extra=overrides)
@@ -124,10 +122,12 @@ def run_to_the_end(command: list[str]) -> int:
 
 def launch_command(launch: str, processes: int, words: list[str]) -> list[str]:
     """Return the command that trains."""
+    from lockstep.trainer.compose import CONFIG_DIR
+
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(ROOT / "configs" / "accelerate" / f"{launch}.yaml"), "--num_processes", str(processes)),
-        *(str(ROOT / "scripts" / "train.py"), *words),
+        *("--config_file", str(CONFIG_DIR / "accelerate" / f"{launch}.yaml"), "--num_processes", str(processes)),
+        *("-m", "lockstep", "train", *words),
     ]
 
 
@@ -135,13 +135,12 @@ def evaluate_command(words: list[str], run: Path, updates: int) -> list[str]:
     """Return the command that evaluates the trained model where the run would have written its last evaluation."""
     output = run / "evaluations" / f"update-{updates:06d}.json"
     own = [word for word in words if not word.startswith(("model.path=", "resume=", "run_name="))]
-    script = str(ROOT / "scripts" / "evaluate.py")
-    return [sys.executable, script, *own, f"model.path={run / 'model'}", f"eval.output={output}"]
+    return [sys.executable, "-m", "lockstep", "evaluate", *own, f"model.path={run / 'model'}", f"eval.output={output}"]
 
 
 def described(plan, run: Path, train: list[str]) -> str:
     """Return recipe and plan for the console."""
-    from scripts.recipes import plan as planning
+    from lockstep.scripts.recipes import plan as planning
 
     recipe, hours = plan.recipe, plan.hours
     machine = f"{plan.processes} GPUs of {recipe.gpu_gib} GB" if recipe.gpus else "a CPU"

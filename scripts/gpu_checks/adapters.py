@@ -10,11 +10,11 @@ from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.engine.protocol import BASE
 from lockstep.rollout.errors import LockstepError
 from lockstep.rollout.weights.source import ZeroSource, nbytes
+from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
+from lockstep.scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
+from lockstep.scripts.gpu_checks.subject import Subject
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model.policy import Policy
-from scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
-from scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
-from scripts.gpu_checks.subject import Subject
 
 LORA = LoraConfig(rank=16, alpha=32)
 

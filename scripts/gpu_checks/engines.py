@@ -18,9 +18,9 @@ from lockstep.rollout.weights.canary import CANARY_THRESHOLD, Canary, CanarySett
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
 from lockstep.rollout.weights.source import ZeroSource
+from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
+from lockstep.scripts.gpu_checks.subject import Served, Subject
 from lockstep.trainer.model.start_checks.rounding import rounding_of
-from scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
-from scripts.gpu_checks.subject import Served, Subject
 
 GIB = 2**30
 

@@ -11,9 +11,9 @@ import torch
 from torch.cuda import nccl
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.scripts.gpu_checks.measured import Measured, above, equal
+from lockstep.scripts.gpu_checks.subject import Subject
 from lockstep.trainer.engines.run_engines import check_allocator
-from scripts.gpu_checks.measured import Measured, above, equal
-from scripts.gpu_checks.subject import Subject
 
 DRIVER, NCCL = 580, (2, 29, 7)
 """Least driver for CUDA 13, and least NCCL that vLLM's transfer between processes accepts."""

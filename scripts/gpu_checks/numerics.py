@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from lockstep.demo.architectures import ARCHITECTURES
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import EngineCall, FinishReason, TrainingRow
+from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal, within_floor
+from lockstep.scripts.gpu_checks.subject import Subject
 from lockstep.trainer.batch.packing import PackedBatch, collate
 from lockstep.trainer.model.fused_head import fused_logprobs
 from lockstep.trainer.model.layers import varlen_attention
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks import isolation
-from scripts.gpu_checks.measured import Measured, above, below, equal, within_floor
-from scripts.gpu_checks.subject import Subject
 
 HALF = "weights in half"
 """Weights of the case without autocast, as under ZeRO."""

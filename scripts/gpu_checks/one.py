@@ -1,6 +1,6 @@
 """Process of one check: runs it and writes its measurements.
 
-    python -m scripts.gpu_checks.one MODULE NAME DIRECTORY [--rehearse]
+    python -m lockstep.scripts.gpu_checks.one MODULE NAME DIRECTORY [--rehearse]
 
 `measured.json` in the directory has the measurements, or the error that ended the check; `memory.txt` torch's summary
 of the GPU's memory afterwards.
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scripts.gpu_checks.measured import Measured
-    from scripts.gpu_checks.subject import Subject
+    from lockstep.scripts.gpu_checks.measured import Measured
+    from lockstep.scripts.gpu_checks.subject import Subject
 
 RESULT = "measured.json"
 
@@ -27,7 +27,7 @@ RESULT = "measured.json"
 def main(module: str, name: str, directory: str, *flags: str) -> int:
     import torch
 
-    from scripts.gpu_checks.subject import Subject
+    from lockstep.scripts.gpu_checks.subject import Subject
 
     folder = Path(directory)
     subject = Subject(directory=folder, rehearses="--rehearse" in flags)

@@ -1,6 +1,6 @@
 """Check that one batch gives one gradient, however it is divided over microbatches and ranks.
 
-On several ranks: `accelerate launch -m scripts.gpu_checks.partition MODEL TOKEN_BUDGET OUT`.
+On several ranks: `accelerate launch -m lockstep.scripts.gpu_checks.partition MODEL TOKEN_BUDGET OUT`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
 from lockstep.rollout.weights.source import ZeroSource
+from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal
+from lockstep.scripts.gpu_checks.runs import launched
+from lockstep.scripts.gpu_checks.subject import Subject
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.schema import Config
@@ -24,9 +27,6 @@ from lockstep.trainer.credit.targets import Logprobs, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.update.updater import Updater
-from scripts.gpu_checks.measured import Measured, above, below, equal
-from scripts.gpu_checks.runs import ROOT, launched
-from scripts.gpu_checks.subject import Subject
 
 ONE_PACK, MANY_PACKS = 100_000, 96
 
@@ -43,8 +43,8 @@ def partition(subject: Subject) -> list[Measured]:
             other = _gradient(model, budget, None)
         else:
             out = subject.directory / f"{launcher}.npz"
-            arguments = ["-m", "scripts.gpu_checks.partition", str(model), str(budget), str(out)]
-            subprocess.run(launched(launcher, 2, arguments), cwd=ROOT, check=True)
+            arguments = ["-m", "lockstep.scripts.gpu_checks.partition", str(model), str(budget), str(out)]
+            subprocess.run(launched(launcher, 2, arguments), check=True)
             with np.load(out) as arrays:
                 other = dict(arrays)
         error = np.linalg.norm(other["gradient"] - whole["gradient"]) / np.linalg.norm(whole["gradient"])

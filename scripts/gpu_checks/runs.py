@@ -17,10 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from lockstep.demo.tokenizer import untrained
-from scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
-from scripts.gpu_checks.subject import Subject
+from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
+from lockstep.scripts.gpu_checks.subject import Subject
+from lockstep.trainer.compose import CONFIG_DIR
 
-ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "rollout_correction/"
 KL, K3 = (2e-3, 1e-5), (5e-3, 1e-5)
 """Bounds of |mean Δ| and of k3, on a GPU in bfloat16 and in a rehearsal in float32."""
@@ -49,7 +49,8 @@ def python() -> str:
 
 def launched(config: str, ranks: int, arguments: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     """Return the command that starts this program or `-m` module on several ranks."""
-    launcher = [python(), "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
+    file = CONFIG_DIR / "accelerate" / f"{config}.yaml"
+    launcher = [python(), "-m", "accelerate.commands.launch", "--config_file", str(file)]
     return [*launcher, "--num_processes", str(ranks), "--main_process_port", "0", *flags, *arguments]
 
 
@@ -245,10 +246,10 @@ def _run(
     launcher: name of a file in configs/accelerate/; None: one process without a launcher.
     """
     settings = [f"{key}={value}" for key, value in (_settings(subject, name, updates) | dict(changes)).items()]
-    command = [python(), "scripts/train.py", *settings]
+    command = [python(), "-m", "lockstep", "train", *settings]
     if launcher is not None:
-        command = launched(launcher, ranks, ["scripts/train.py", *settings], flags)
-    subprocess.run(command, cwd=ROOT, check=True)
+        command = launched(launcher, ranks, ["-m", "lockstep", "train", *settings], flags)
+    subprocess.run(command, check=True)
     lines = (subject.directory / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [line for line in map(json.loads, lines) if "reward/mean" in line]
 

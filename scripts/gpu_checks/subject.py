@@ -23,13 +23,13 @@ from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import EngineCall
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.sync import SyncReport, WeightSync
+from lockstep.scripts.gpu_checks.measured import Measured, within_floor
 from lockstep.trainer.batch.packing import collate
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model.lora import add_adapters
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks.rounding import rounding_errors
 from lockstep.trainer.update.updater import whole_row
-from scripts.gpu_checks.measured import Measured, within_floor
 
 ENGINE_SHARE = 0.3
 """Share of the GPU's memory that an engine may use, so that two fit beside a trainer."""

@@ -1,6 +1,6 @@
 """Checks of transfers and memory between two GPUs.
 
-On several ranks: `accelerate launch -m scripts.gpu_checks.two_gpus MODEL OUT` lets rank 1 run out of memory.
+On several ranks: `accelerate launch -m lockstep.scripts.gpu_checks.two_gpus MODEL OUT` lets rank 1 run out of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.addresses import LOOPBACK
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.sync import WeightSync
+from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
+from lockstep.scripts.gpu_checks.runs import launched, python
+from lockstep.scripts.gpu_checks.subject import Served, Subject
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.cli import run_or_end
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -34,9 +37,6 @@ from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import ModelShape
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from lockstep.trainer.update.updater import Updater
-from scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
-from scripts.gpu_checks.runs import ROOT, launched, python
-from scripts.gpu_checks.subject import Served, Subject
 
 PORT = 8765
 KEY_ENV = "LOCKSTEP_ENGINE_KEY"
@@ -60,10 +60,10 @@ def _pushes(subject: Subject, gpus: list[int]) -> list[Measured]:
         "rollout.kv_cache_gib": 4,
         "server.vllm_args": f"[--tensor-parallel-size,{len(gpus)}]",
     }
-    command = [python(), "scripts/serve_engine.py", *(f"{name}={value}" for name, value in settings.items())]
+    command = [python(), "-m", "lockstep", "serve-engine", *(f"{name}={value}" for name, value in settings.items())]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": _visible(gpus), KEY_ENV: key}
     name = f"{len(gpus)} GPU of the server" if len(gpus) == 1 else f"{len(gpus)} GPUs of the server"
-    server = subprocess.Popen(command, cwd=ROOT, env=environment)
+    server = subprocess.Popen(command, env=environment)
     try:
         with BackgroundLoop() as loop:
             vocabulary = subject.config().vocab_size
@@ -105,8 +105,8 @@ def memory(subject: Subject) -> list[Measured]:
     for config in ("ddp", "zero3"):
         out = subject.directory / config
         out.mkdir()
-        arguments = ["-m", "scripts.gpu_checks.two_gpus", str(subject.saved), str(out)]
-        result = subprocess.run(launched(config, 2, arguments), cwd=ROOT, check=False)
+        arguments = ["-m", "lockstep.scripts.gpu_checks.two_gpus", str(subject.saved), str(out)]
+        result = subprocess.run(launched(config, 2, arguments), check=False)
         end = time.time()
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("rank*.json"))]
         peak = ranks[0]["peak"] / ranks[0]["planned"]

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.scripts.recipes.plan import compose_config, shape_of, sharding_of
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
 from lockstep.trainer.model.chosen import with_chosen
 from lockstep.trainer.model.memory_plan import GIB, cache_gib_left, memory_plan
 from lockstep.trainer.model.shape import ModelShape
 from scripts.project.generated import ROOT, filled, main
-from scripts.recipes.plan import compose_config, shape_of, sharding_of
 
 PAGE = "docs/memory.md"
 MODELS = {

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from lockstep.scripts.recipes import plan as planning
+from lockstep.scripts.recipes.declared import RECIPES, Recipe
+from lockstep.scripts.recipes.plan import Plan, make_plan
 from lockstep.trainer.model.memory_plan import GIB
 from scripts.project.generated import ROOT, filled, main
-from scripts.recipes import plan as planning
-from scripts.recipes.declared import RECIPES, Recipe
-from scripts.recipes.plan import Plan, make_plan
 
 PAGE = "docs/recipes.md"
 

@@ -15,12 +15,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from lockstep.rollout.errors import DataError
+from lockstep.scripts.recipes.declared import Bound, Recipe
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.evaluate import estimates
 from lockstep.trainer.evaluate.estimates import Estimate
 from lockstep.trainer.evaluate.results import SetResult, read_results, title
 from lockstep.trainer.observe.metrics_log import read_metrics
-from scripts.recipes.declared import Bound, Recipe
 
 
 class Status(StrEnum):

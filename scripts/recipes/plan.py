@@ -21,12 +21,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.scripts.recipes.declared import Recipe
+from lockstep.trainer.checks.names import model_problems
 from lockstep.trainer.compose import CONFIG_DIR, schema, to_config
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding, set_buffers
 from lockstep.trainer.model.memory_plan import GIB, USABLE, MemoryPlan, cache_gib_left, memory_plan
 from lockstep.trainer.model.shape import ModelShape, planned_shape, update_flops
-from scripts.recipes.declared import Recipe
 
 GPU = "H100 SXM"
 PEAK_TFLOPS = 989.0
@@ -159,6 +160,8 @@ def shape_of(config: Config) -> ModelShape:
     )
     sizes = MODELS.get(config.model.path)
     if sizes is None:
+        for problem in model_problems(config.model, config.teacher):
+            raise ConfigError(problem)
         return measure(config.model)
     with tempfile.TemporaryDirectory(prefix="lockstep-recipe-") as directory:
         Path(directory, "config.json").write_text(json.dumps(sizes))
@@ -231,9 +234,6 @@ def refusals(plan: Plan, machine: Machine) -> Iterator[str]:
     missing = [name for name in recipe.packages if importlib.util.find_spec(name) is None]
     if missing:
         yield f"found no package {', '.join(missing)}, expected it for the rewards; type {recipe.install}"
-    model = Path(config.model.path)
-    if recipe.experiment == "demo" and not (model / "config.json").is_file():
-        yield f"found no model in {model}, expected the demo's; type make model"
     url = config.environment.settings.get("url")
     if url is not None and (problem := server_problem(str(url))):
         yield problem

@@ -13,7 +13,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
+from lockstep.scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.kills import differences
 from tests.integration.test_exact_resume import recipe, step_seconds

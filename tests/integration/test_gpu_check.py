@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu_check import has_vnni
-from scripts.gpu_checks import CHECKS, Check
+from lockstep.scripts.gpu_check import has_vnni
+from lockstep.scripts.gpu_checks import CHECKS, Check
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
 
@@ -29,7 +29,7 @@ def rehearsal(
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     out = tmp_path_factory.mktemp("checked") / "run"
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.gpu_check", "--rehearse", *filter(None, [request.param]), "--out", str(out)],
+        [sys.executable, "-m", "lockstep", "gpu-check", "--rehearse", *filter(None, [request.param]), "--out", out],
         cwd=ROOT, capture_output=True, text=True, timeout=880, env={**os.environ, "PYTHON_EXEC": forked_python()},
     )  # fmt: skip
     return done, out

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.demo.tokenizer import TURN_END, train_tokenizer
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.saved_rollouts import read_rollouts
-from scripts.recipes.declared import RECIPES
-from scripts.recipes.judge import Status, judge
-from scripts.recipes.plan import overrides_of
+from lockstep.scripts.recipes.declared import RECIPES
+from lockstep.scripts.recipes.judge import Status, judge
+from lockstep.scripts.recipes.plan import overrides_of
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.paths import FIXTURES, ROOT
 from tests.integration.test_run import demo, metrics, train
@@ -189,7 +189,7 @@ def test_an_interrupted_recipe_continues_and_a_missing_evaluation_is_made(
 ) -> None:
     def reproduce(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "scripts.reproduce", "demo_calculator", *demo[:3], f"run_root={tmp_path}",
+            [sys.executable, "-m", "lockstep.scripts.reproduce", "demo_calculator", *demo[:3], f"run_root={tmp_path}",
              "eval.prompts=8", "rollout.prompts_per_step=4", "logger.print_rollouts=0", "optimizer.lr=1e-9", *more],
             cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

@@ -66,7 +66,8 @@ def run(task: Path, site: Path, *words: str) -> str:
 
 
 def test_the_wheel_has_no_upkeep_of_the_repository(site: Path) -> None:
-    assert not [path for path in (site / "lockstep/scripts").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    folders = {path.name for path in (site / "lockstep/scripts").iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders == {"gpu_checks", "recipes"}
     assert (site / "lockstep/configs/accelerate/zero3.yaml").is_file()
 
 
@@ -80,6 +81,13 @@ def test_a_task_of_ones_own_is_trained_and_read(site: Path, task: Path) -> None:
     assert "lockstep report runs/first" in trained
     assert run(task, site, program, "report", "runs/first") == "runs/first/report.html\n"
     assert "compute" in run(task, site, program, "inspect", "runs/first")
+
+
+@pytest.mark.engine
+def test_checks_and_recipes_need_no_checkout(site: Path, task: Path) -> None:
+    program = str(site / "bin/lockstep")
+    assert "1 passed, 0 failed" in run(task, site, program, "gpu-check", "--rehearse", "--only", "first_update")
+    assert "gsm8k_ppo" in run(task, site, program, "reproduce")
 
 
 @pytest.mark.engine

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def model_card(model: TrainedModel, *, has_curve: bool) -> ModelCard:
     )
     parts = [
         f"# {name}",
-        f"{'An adapter of ' if model.adapter else ''}{base}, trained by Lockstep ({config.algorithm.name}): "
+        f"{'An adapter of ' if model.adapter else ''}{base}, trained by {_lockstep()} ({config.algorithm.name}): "
         f"{outcome(model.lines, model.update, (), seconds=0.0)}.",
         "## Training",
         _table(["", ""], [list(fact) for fact in _facts(model).items()]),
@@ -245,6 +246,12 @@ def _use(model: TrainedModel, base: str) -> str:
         f'model = {kind}.from_pretrained("{model.repo}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{model.repo}")\n```\n\n```bash\n{serving}\n```'
     )
+
+
+def _lockstep() -> str:
+    """Return the name of the trainer, with the first address that pyproject.toml declares for it."""
+    addresses = metadata("lockstep-rl").get_all("Project-URL", [])
+    return f"[Lockstep]({addresses[0].partition(', ')[2]})" if addresses else "Lockstep"
 
 
 def _versions(provenance: Mapping[str, Any]) -> list[list[str]]:

@@ -145,14 +145,14 @@ def torch_is_a_cuda_build_of_the_version_that_vllm_needs(directory: Path) -> Non
 def nccl_is_new_enough_for_the_transfer_between_processes(directory: Path) -> None:
     from torch.cuda import nccl
 
-    from scripts.gpu_checks.environment import NCCL
+    from lockstep.scripts.gpu_checks.environment import NCCL
 
     assert nccl.version() >= NCCL, nccl.version()
 
 
 @check
 def the_kernels_load(directory: Path) -> None:
-    from scripts.gpu_checks.environment import _imported, _kernels
+    from lockstep.scripts.gpu_checks.environment import _imported, _kernels
 
     for module in (_kernels("cuda"), "vllm.cumem_allocator"):  # the second frees memory for a sleeping engine
         assert _imported(module) == "loaded", _imported(module)
@@ -499,9 +499,9 @@ def names_that_the_gpu_checks_read_exist(directory: Path) -> None:
     import torch
     from vllm.v1.worker import gpu_worker
 
-    from scripts.gpu_checks import CHECKS as ON_GPUS
-    from scripts.gpu_checks.runs import _settings
-    from scripts.gpu_checks.subject import Subject
+    from lockstep.scripts.gpu_checks import CHECKS as ON_GPUS
+    from lockstep.scripts.gpu_checks.runs import _settings
+    from lockstep.scripts.gpu_checks.subject import Subject
 
     for one in ON_GPUS:
         assert callable(getattr(importlib.import_module(one.module), one.name))

@@ -14,11 +14,11 @@ from scripts.project import (
     list_licenses,
     list_memory,
     list_models,
+    list_recipes,
     list_settings,
     list_stability,
     map_code,
 )
-from scripts.recipes import page
 from tests.fixtures.paths import ROOT
 
 PAGES = (
@@ -29,7 +29,7 @@ PAGES = (
     | list_models.PAGES
     | list_memory.PAGES
     | list_stability.PAGES
-    | page.PAGES
+    | list_recipes.PAGES
 )
 
 

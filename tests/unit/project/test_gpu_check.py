@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import gpu_check
-from scripts.gpu_check import FAILED, PASSED, SKIPPED, Result, main, reason_to_skip, run_check, status
-from scripts.gpu_checks import CHECKS, Check
-from scripts.gpu_checks.parcel import TAIL_BYTES, pack
+from lockstep.scripts import gpu_check
+from lockstep.scripts.gpu_check import FAILED, PASSED, SKIPPED, Result, main, reason_to_skip, run_check, status
+from lockstep.scripts.gpu_checks import CHECKS, Check
+from lockstep.scripts.gpu_checks.parcel import TAIL_BYTES, pack
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.made_up_checks import made_up
 from tests.fixtures.paths import ROOT

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from lockstep.rollout.records import EngineCall, FinishReason
+from lockstep.scripts.gpu_checks import numerics
+from lockstep.scripts.gpu_checks.measured import within_floor
+from lockstep.scripts.gpu_checks.subject import Served, Subject
 from lockstep.trainer.batch.packing import PackedBatch, collate
 from lockstep.trainer.model.policy import Policy
-from scripts.gpu_checks import numerics
-from scripts.gpu_checks.measured import within_floor
-from scripts.gpu_checks.subject import Served, Subject
 
 TOKENS = 96
 

@@ -77,7 +77,7 @@ def test_every_name_that_is_imported_from_our_modules_exists() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from scripts.gpu_checks.environment import KERNELS",
+        "from lockstep.scripts.gpu_checks.environment import KERNELS",
         "from lockstep.trainer.no_such_module import anything",
         "mock.patch('lockstep.trainer.engines.start.NoSuchEngine')",
     ],

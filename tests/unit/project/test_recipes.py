@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.rollout.errors import DataError
+from lockstep.scripts import reproduce
+from lockstep.scripts.recipes import judge as judging
+from lockstep.scripts.recipes import plan as planning
+from lockstep.scripts.recipes.declared import RECIPES, Bound, Recipe
+from lockstep.scripts.recipes.judge import Status, judge, measure, page, write_verdict
+from lockstep.scripts.recipes.plan import MODELS, Machine, make_plan, refusals, shape_of, sharding_of
 from lockstep.trainer.evaluate.results import PromptResult, SetResult, write_results
 from lockstep.trainer.model.memory_plan import GIB, MIN_CACHE_GIB, USABLE
-from scripts import reproduce
-from scripts.recipes import judge as judging
-from scripts.recipes import plan as planning
-from scripts.recipes.declared import RECIPES, Bound, Recipe
-from scripts.recipes.judge import Status, judge, measure, page, write_verdict
-from scripts.recipes.plan import MODELS, Machine, make_plan, refusals, shape_of, sharding_of
 from tests.fixtures.paths import ROOT
 
 UPDATES = 10
@@ -317,7 +317,7 @@ def test_training_is_launched_with_the_recipe_s_processes_and_judged(
     (train,) = commands
     assert train[train.index("--num_processes") + 1] == "2"
     assert train[train.index("--config_file") + 1].endswith("configs/accelerate/ddp.yaml")
-    words = train[train.index(str(ROOT / "scripts/train.py")) + 1 :]
+    words = train[train.index("train") + 1 :]
     assert words[0] == "experiment=gsm8k_lora"
     assert {"model.path=Qwen/Qwen2.5-0.5B-Instruct", "run_name=recipe-gsm8k_lora_0.5b", "resume=auto"} < set(words)
     assert words[-1] == "seed=3"
@@ -339,7 +339,7 @@ def test_a_missing_last_evaluation_is_made_and_judged(
     monkeypatch.setattr(reproduce, "run_to_the_end", evaluates)
     assert reproduce.main(["gsm8k_lora_0.5b", f"run_root={tmp_path}"]) == 0
     _, evaluate = commands
-    assert evaluate[1] == str(ROOT / "scripts/evaluate.py")
+    assert evaluate[1:4] == ["-m", "lockstep", "evaluate"]
     assert f"model.path={run}/model" in evaluate
     assert [word for word in evaluate if word.startswith(("resume=", "run_name=", "model.path="))] == [
         f"model.path={run}/model"

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.errors import ConfigError
+from lockstep.scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model import quantized_base
@@ -18,7 +19,6 @@ from lockstep.trainer.model.critic import Critic
 from lockstep.trainer.model.lora import adapter_settings
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.shape import planned_shape
-from scripts.gpu_checks.quantized_checkpoint import write_quantized_checkpoint
 from tests.fixtures.models import tiny_qwen3
 
 LORA = LoraConfig(rank=4, alpha=8)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from lockstep.rollout.errors import ConfigError, HubError
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
+from lockstep.trainer.run import model_card
 from lockstep.trainer.run.hub import publish
 from tests.fixtures.hub_server import HubServer, running_hub
 from tests.fixtures.paths import ROOT
@@ -201,6 +203,21 @@ def test_a_merged_model_has_its_adapter_beside_it(run: Path, home: Path, hub: Hu
     beside = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
     assert sorted(hub.repos[REPO]) == sorted([".gitattributes", *WHOLE, *beside])
     assert hub.visibility == {REPO: "public"}
+
+
+@pytest.mark.parametrize(
+    ("addresses", "name"),
+    [([], "trained by Lockstep (grpo)"), (["Homepage, https://x.y/z"], "trained by [Lockstep](https://x.y/z) (grpo)")],
+)
+def test_a_declared_address_of_the_project_is_linked(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, addresses: list[str], name: str
+) -> None:
+    declared = Message()
+    for address in addresses:
+        declared["Project-URL"] = address
+    monkeypatch.setattr(model_card, "metadata", lambda package: declared)
+    publish(run, REPO, out=tmp_path / "folder", say=lambda line: None)
+    assert name in (tmp_path / "folder/README.md").read_text()
 
 
 @pytest.mark.parametrize(
