@@ -167,8 +167,14 @@ class _Episode:
             if not self.is_stuck.done():
                 self.is_stuck.set_result(f"EnvironmentFault: {late}")
 
+        async def awaited() -> Any:
+            awaitable = function()
+            if not isinstance(awaitable, Awaitable):
+                raise EnvironmentFault(f"{where} is not async; write `async def {method}`")
+            return await awaitable
+
         try:
-            value = await Clock(self._call_timeout_s, give_up).run(function)
+            value = await Clock(self._call_timeout_s, give_up).run(awaited)
             problem = problem_of(value)
         except DeadlineExceeded:
             raise EnvironmentFault(late) from None

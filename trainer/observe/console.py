@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,8 +134,14 @@ class RunConsole:
     ) -> None:
         """rewards: names of the reward functions; several have a column each. periodic: what the remaining time
         includes beside the updates, by name."""
-        # In a notebook rich would make an output of its own of every line.
-        self._console = Console(quiet=not enabled, highlight=False, force_jupyter=False)
+        # In a notebook rich would make an output of its own of every line; and the kernel asks for colors
+        # (FORCE_COLOR), which rich takes for a terminal, although nothing there moves the cursor.
+        self._console = Console(
+            quiet=not enabled,
+            highlight=False,
+            force_jupyter=False,
+            force_terminal=None if sys.stdout.isatty() else False,
+        )
         self._total_updates = total_updates
         self._rows = 0
         self._all_columns = with_rewards(rewards)

@@ -22,7 +22,7 @@ from lockstep.trainer.model.shape import update_flops
 from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, notes
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.first_step import first_demonstrations, first_step_summary
-from lockstep.trainer.observe.metrics_log import MetricsLog, metrics_lines, process_seconds
+from lockstep.trainer.observe.metrics_log import MetricsLog, metrics_lines, run_seconds
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.trackers.view import lockstep, short_path
 from lockstep.trainer.run.assembly import Parts
@@ -143,7 +143,7 @@ class Reporter:
         """Return what the run has reached, for one sentence; "" if its records cannot be read."""
         with self.log.tolerating("summing up the run"):
             lines = metrics_lines(self._directory.metrics) if self._directory.metrics.is_file() else ()
-            return outcome(lines, update, self._heldout(update), seconds=process_seconds())
+            return outcome(lines, update, self._heldout(update), seconds=run_seconds())
         return ""
 
     def _heldout(self, update: int) -> list[str]:

@@ -26,6 +26,7 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.observe.alarms import AlarmThresholds, disagreement
 from lockstep.trainer.observe.console import PeriodicWork, RunConsole
+from lockstep.trainer.observe.metrics_log import begin_run
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.run.assembly import Assembly, Parts, choose
 from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
@@ -65,6 +66,8 @@ def run(
     Raises `LockstepError` on all ranks, and `SystemExit` on all ranks if SIGTERM to one of them stopped the run.
     """
     callbacks = callbacks or Callbacks(on_step=on_step or Callbacks().on_step)
+    if not callbacks.ends_process:
+        begin_run()
     libraries = ThirdPartyLog()
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)

@@ -35,6 +35,19 @@ def console(*, width: int | None = None, rewards: Sequence[str] = ()) -> tuple[R
     return run, stream
 
 
+def test_without_a_terminal_nothing_moves_also_where_colors_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run = RunConsole(enabled=True, total_updates=2)
+    run.begin(0)
+    run.row({**STEP, "step": 1})
+    run.end()
+    said = capsys.readouterr().out
+    assert "update 1/2" in said
+    assert "\x1b" not in said
+
+
 class TestRows:
     def test_in_a_file_a_step_is_one_line_of_named_numbers(self):
         run, stream = console()
