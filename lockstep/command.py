@@ -2,7 +2,8 @@
 
 lockstep                     list the commands
 lockstep train ...           as python scripts/train.py ...
-lockstep --version
+lockstep --version           its version and addresses
+lockstep --configs           the folder of the presets and of the launch files
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def main() -> None:
 
         about = metadata("lockstep-rl")
         print("\n".join([f"lockstep {about['Version']}", *about.get_all("Project-URL", [])]))
+        return
+    if name == "--configs":
+        from lockstep.trainer.compose import CONFIG_DIR
+
+        print(CONFIG_DIR)
         return
     descriptions = commands()
     if name in ("--help", "-h", "help"):

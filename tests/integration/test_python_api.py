@@ -258,4 +258,4 @@ def test_the_page_trains(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert 0 <= float(done.stdout.split()[-1]) <= 1
+    assert 0.05 < float(done.stdout.split()[-1]) <= 1, "the example does not fit the model of the demo"

@@ -37,6 +37,11 @@ def test_without_words_the_commands_are_listed() -> None:
         assert description in shown.stdout
 
 
+def test_the_folder_of_launch_files_is_printed(tmp_path: Path) -> None:
+    folder = lockstep("--configs", cwd=tmp_path).stdout.strip()
+    assert (Path(folder) / "accelerate/zero3.yaml").is_file()
+
+
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
