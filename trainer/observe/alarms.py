@@ -173,8 +173,15 @@ def notes(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str
 
 def dropped(metrics: Mapping[str, float]) -> str:
     """Return the rollouts of a step that are not trained, by cause, in words; "" for none."""
-    counts = {name.removeprefix(DROPPED): int(value) for name, value in metrics.items() if name.startswith(DROPPED)}
-    return ", ".join(f"{cause} {count}" for cause, count in counts.items() if count and cause != "fraction")
+    return ", ".join(f"{cause} {count}" for cause, count in dropped_counts(metrics).items())
+
+
+def dropped_counts(metrics: Mapping[str, float | None]) -> dict[str, int]:
+    """Return the number of rollouts of a step that are not trained, by cause."""
+    counts = {
+        name.removeprefix(DROPPED): int(value or 0) for name, value in metrics.items() if name.startswith(DROPPED)
+    }
+    return {cause: count for cause, count in counts.items() if count and cause != "fraction"}
 
 
 def _is_solved(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings
+from lockstep.trainer.observe.alarms import dropped_counts
 from lockstep.trainer.observe.metrics_log import RUN_SECONDS
 from lockstep.trainer.observe.trackers.view import lockstep, short_path
 
@@ -34,14 +36,16 @@ MOST_STEPS = 5
 
 
 def outcome(lines: Iterable[Mapping[str, float | None]], update: int, heldout: Sequence[str], *, seconds: float) -> str:
-    """Return what a run has reached: updates, time, and the reward at both ends, or the loss without rollouts.
+    """Return what a run has reached: updates, time, the reward at both ends, or the loss without rollouts, and drops.
 
     lines: of metrics.jsonl. update: the last one. heldout: results on held-out sets. seconds: age of this process.
     """
     ages = []
     curves: dict[str, list[float]] = {name: [] for name in CURVES}
     losses: dict[str, dict[int, float]] = {}
+    drops: Counter[str] = Counter()
     for line in lines:
+        drops.update(dropped_counts(line))
         ages += [age] if (age := line.get(RUN_SECONDS)) else []
         for name, value in line.items():
             if value is not None and name in curves:
@@ -57,6 +61,9 @@ def outcome(lines: Iterable[Mapping[str, float | None]], update: int, heldout: S
         last = max(by_update)
         after = f"{by_update[last]:.4f} after update {last}" if last else ""
         parts.append(f"{name} {' and '.join(filter(None, [before, after]))}")
+    if drops:
+        causes = ", ".join(f"{cause} {count}" for cause, count in drops.most_common())
+        parts.append(f"{drops.total()} rollouts were not trained: {causes}")
     return "; ".join([f"reached update {update} in {timedelta(seconds=round(total_s))}", *parts])
 
 

@@ -59,6 +59,13 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_processes():
     assert outcome(lines, 5, [], seconds=10) == "reached update 5 in 0:04:30", "nothing was left to train"
 
 
+def test_a_run_says_how_many_rollouts_were_not_trained():
+    lines = metrics([0.5, 0.5])
+    lines[0] |= {"rollout/dropped_reward": 7.0, "rollout/dropped_prompt": 1.0, "rollout/dropped_fraction": 0.25}
+    lines[1] |= {"rollout/dropped_reward": 2.0, "rollout/dropped_prompt": 0.0}
+    assert outcome(lines, 2, [], seconds=1).endswith("; 10 rollouts were not trained: reward 9, prompt 1")
+
+
 def test_a_run_says_what_held_out_data_gave():
     assert outcome(metrics([0.5]), 1, ["held-out data 0.1", "hard 0.2"], seconds=1).endswith(
         "in the only step; held-out data 0.1; hard 0.2"
