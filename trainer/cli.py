@@ -100,6 +100,7 @@ def launch(
         _print(explain(error, config_class))
         sys.exit(2)
     except LockstepError as error:
+        beside = file.kept_beside(words) if file else ""
         words = [*(file.words if file else ()), *words]
         hint = None
         if sets(words, "resume"):
@@ -109,7 +110,7 @@ def launch(
         if hint and not sets(words, "experiment", *chain(*TASK.values())):  # a mistyped name, and nothing else to mend
             messages = [f"{hint}; name a run, or set model.path, data.path and reward for a new one"]
         else:
-            messages = [*notices, hint, _message(error)]
+            messages = [*notices, hint, _message(error), f"kept: {beside}" if beside else ""]
         _print("\n".join(filter(None, messages)))
         sys.exit(_status(error))
     except KeyboardInterrupt:
