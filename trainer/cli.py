@@ -45,7 +45,7 @@ from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations, free_form
-from lockstep.trainer.words import refuse_unreadable
+from lockstep.trainer.words import readable, refuse_unreadable
 
 if TYPE_CHECKING:
     from lockstep.trainer.resumption import SavedRun
@@ -87,7 +87,7 @@ def launch(
     end_with_launcher()
     notices: list[str] = []
     configs: list[Any] = []
-    words = sys.argv[1:]
+    words = readable(sys.argv[1:])
     file: SettingsFile | None = None
     try:
         refuse_unreadable(words, schema(config_class))

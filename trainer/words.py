@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -15,6 +16,24 @@ from lockstep.trainer.compose import all_keys
 from lockstep.trainer.config.hints import closest
 
 PAIRS = {"[": "]", "{": "}", "(": ")"}
+
+
+def readable(words: Sequence[str]) -> list[str]:
+    """Return words with quotes around texts that hold other letters than those of ASCII: Hydra reads no bare ones."""
+    return [_quoted(word) if "=" in word and not word.isascii() else word for word in words]
+
+
+def _quoted(word: str) -> str:
+    key, _, value = word.partition("=")
+    if not re.search(r"[\[\]{}(),'\"]", value):
+        return f"{key}='{value}'"
+    ends = r"\s,'\"\[\]{}()" + ":" * value.startswith("{")
+
+    def quoted(part: re.Match[str]) -> str:
+        return part[0] if part[0].isascii() or part["quoted"] else f"'{part[0]}'"
+
+    pattern = rf"""(?P<quoted>'[^']*'|"[^"]*")|[^{ends}]+"""
+    return f"{key}={re.sub(pattern, quoted, value)}"
 
 
 def refuse_unreadable(words: Sequence[str], tree: DictConfig) -> None:
