@@ -280,6 +280,8 @@ def _default_override(key: str, config_class: type) -> str:
     entry = declarations(config_class()).get(key)
     if entry is not None and entry[0].example:
         return f"set it, for example {entry[0].example}"
+    if value is None:
+        return f"leave {key} out for the default"
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return f"set {key}={json.dumps(plain, separators=(',', ':')).replace(chr(34), '')} (the default)"
 

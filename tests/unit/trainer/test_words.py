@@ -32,6 +32,7 @@ TREE = schema(Config)
         (["reward.functions=my.py:f"], "type 'reward.functions=[my.py:f]'"),
         (["rollout.urls=http://a:1"], "type 'rollout.urls=[http://a:1]'"),
         (["model.lora.target_modules=q_proj"], "type 'model.lora.target_modules=[q_proj]'"),
+        (["reward.weights=1.0"], "type 'reward.weights=[1.0]'"),
         (["updates=[5]"], "takes one value, found the list [5]; type updates=5"),
         (["data.path=[x.jsonl, y.csv]"], "type data.sources.a.path=x.jsonl data.sources.b.path=y.csv"),
         (["data.columns={prompt=task}"], "type 'data.columns={prompt: task}'"),
