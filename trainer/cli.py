@@ -45,7 +45,7 @@ from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations, free_form
-from lockstep.trainer.words import refuse_unreadable
+from lockstep.trainer.words import readable, refuse_unreadable
 
 if TYPE_CHECKING:
     from lockstep.trainer.resumption import SavedRun
@@ -87,7 +87,7 @@ def launch(
     end_with_launcher()
     notices: list[str] = []
     configs: list[Any] = []
-    words = sys.argv[1:]
+    words = readable(sys.argv[1:])
     file: SettingsFile | None = None
     try:
         refuse_unreadable(words, schema(config_class))
@@ -100,6 +100,7 @@ def launch(
         _print(explain(error, config_class))
         sys.exit(2)
     except LockstepError as error:
+        beside = file.kept_beside(words) if file else ""
         words = [*(file.words if file else ()), *words]
         hint = None
         if sets(words, "resume"):
@@ -109,7 +110,7 @@ def launch(
         if hint and not sets(words, "experiment", *chain(*TASK.values())):  # a mistyped name, and nothing else to mend
             messages = [f"{hint}; name a run, or set model.path, data.path and reward for a new one"]
         else:
-            messages = [*notices, hint, _message(error)]
+            messages = [*notices, hint, _message(error), f"kept: {beside}" if beside else ""]
         _print("\n".join(filter(None, messages)))
         sys.exit(_status(error))
     except KeyboardInterrupt:
@@ -279,6 +280,8 @@ def _default_override(key: str, config_class: type) -> str:
     entry = declarations(config_class()).get(key)
     if entry is not None and entry[0].example:
         return f"set it, for example {entry[0].example}"
+    if value is None:
+        return f"leave {key} out for the default"
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return f"set {key}={json.dumps(plain, separators=(',', ':')).replace(chr(34), '')} (the default)"
 

@@ -34,6 +34,8 @@ TASK = {
     "reward": ("reward", "reward.functions"),
 }
 """Parts of a task, each with the words that choose it; `model` alone is a group."""
+SHORT_ANSWER = 128
+"""Limit of the only answer to a prompt below which it is said: a chain of thought is longer [tokens]."""
 
 
 def preset_names(group: str) -> list[str]:
@@ -199,6 +201,9 @@ def describe_task(
         parts["reward"] = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights)
     typed_parts = [part for part in parts if sets(chosen_words, *TASK[part])]
     kept_parts = [part for part in parts if part not in typed_parts]
+    limit = config.rollout.max_tokens_per_turn
+    if trains and config.has_rollouts and config.max_turns == 1 and limit < SHORT_ANSWER:
+        parts["answers"] = f"at most {limit} tokens (rollout.max_tokens_per_turn): longer ones are cut"
     if trains and not config.evaluates and (heldout := [one.path for one in config.heldout_sets().values()]):
         parts["held out"] = f"{', '.join(heldout)}: not used, because eval.every=0"
     experiment = [word for word in chosen_words if word.startswith("experiment=")]

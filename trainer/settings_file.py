@@ -152,6 +152,9 @@ def of_content(
 
     values = _with_texts("", content, placed)
     fit(values, path, config_class)
+    for name, (declaration, _) in settings.items():
+        if declaration.example:
+            _drop_empty(values, name.split("."))
     return SettingsFile(path=path, presets=presets, values=values)
 
 
@@ -284,6 +287,15 @@ def _with_texts(name: str, value: Any, change: Callable[[str, str], str]) -> Any
     if isinstance(value, Mapping):
         return {key: _with_texts(f"{name}.{key}".lstrip("."), item, change) for key, item in value.items()}
     return [_with_texts(name, item, change) for item in value] if isinstance(value, list) else value
+
+
+def _drop_empty(values: dict[str, Any], name: Sequence[str]) -> None:
+    """Remove an empty value, by its nested name: of a setting without a default it says no more than its absence."""
+    *sections, last = name
+    for section in sections:
+        values = values.get(section, {})
+    if values.get(last) in ("", []):
+        del values[last]
 
 
 def _beside(folder: Path, text: str, *, is_path: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -15,6 +16,24 @@ from lockstep.trainer.compose import all_keys
 from lockstep.trainer.config.hints import closest
 
 PAIRS = {"[": "]", "{": "}", "(": ")"}
+
+
+def readable(words: Sequence[str]) -> list[str]:
+    """Return words with quotes around texts that hold other letters than those of ASCII: Hydra reads no bare ones."""
+    return [_quoted(word) if "=" in word and not word.isascii() else word for word in words]
+
+
+def _quoted(word: str) -> str:
+    key, _, value = word.partition("=")
+    if not re.search(r"[\[\]{}(),'\"]", value):
+        return f"{key}='{value}'"
+    ends = r"\s,'\"\[\]{}()" + ":" * value.startswith("{")
+
+    def quoted(part: re.Match[str]) -> str:
+        return part[0] if part[0].isascii() or part["quoted"] else f"'{part[0]}'"
+
+    pattern = rf"""(?P<quoted>'[^']*'|"[^"]*")|[^{ends}]+"""
+    return f"{key}={re.sub(pattern, quoted, value)}"
 
 
 def refuse_unreadable(words: Sequence[str], tree: DictConfig) -> None:
@@ -69,13 +88,7 @@ def _word_problem(word: str, following: Sequence[str], tree: DictConfig, keys: S
     node = (OmegaConf.select(tree, section) if section else tree)._get_node(name)  # a list also where it is null
     default = OmegaConf.select(tree, key)
     is_list, is_typed_list = isinstance(node, ListConfig), value.startswith("[")
-    if (
-        isinstance(node, ListConfig)
-        and node._metadata.element_type is str
-        and not is_typed_list
-        and value not in ("", "null")
-        and not value.startswith("$")
-    ):
+    if isinstance(node, ListConfig) and not is_typed_list and value not in ("", "null") and not value.startswith("$"):
         return f"{key} is a list, found {value}; type {shlex.quote(f'{key}=[{value}]')}"
     if is_typed_list and key == "data.path":
         files = zip("abcdefgh", value.strip("[]").split(","), strict=False)

@@ -97,6 +97,8 @@ class Toolbox:
         ready: tools that are described already. timeout_s: wall-clock limit of each call.
         max_result_chars: longer results are cut, with a note that says so.
         """
+        if isinstance(files, str):
+            raise ConfigError(f"environment.settings.files: found {files}, expected a list; write [{files}]")
         functions = [*functions, *itertools.chain(*map(load_functions, files))]
         # Methods are described once for their class, not for every episode's instance.
         signatures = [describe(function.__func__ if inspect.ismethod(function) else function) for function in functions]

@@ -299,6 +299,11 @@ def find(resume: str, directory: Path) -> tuple[Path | None, list[str]]:
     return (whole[-1] if whole else None), messages
 
 
+def belongs_to(path: str | Path, checkpoints: Path) -> bool:
+    """True if a checkpoint lies in this directory of checkpoints."""
+    return Path(path).resolve().parent == checkpoints.resolve()
+
+
 def load(path: Path, distributed: Distributed) -> TrainerState:
     """Restore parameters and optimizer state in place, and return the other state; a collective."""
     manifest = json.loads((path / MANIFEST).read_text())

@@ -37,21 +37,6 @@ class Resumed:
     warnings: tuple[str, ...] = ()
 
 
-def belongs_to(path: str | Path, checkpoints: Path) -> bool:
-    """True if a checkpoint lies in this directory of checkpoints."""
-    return Path(path).resolve().parent == checkpoints.resolve()
-
-
-def select(resume: str, run: Path, distributed: Distributed) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint that the setting selects (None: a new run), and a message on each skipped one.
-
-    run: directory of the run. A collective, before anything heavy starts. Raises `CheckpointError` on all ranks if it
-    is not complete.
-    """
-    path, messages = distributed.together(lambda: checkpoint.find(resume, run / "checkpoints"))
-    return path, [f"checkpoint skipped: {message}" for message in messages]
-
-
 def restore(
     path: Path, config: Config, settings: Mapping[str, Any], checkpoints: Path, distributed: Distributed
 ) -> Resumed:
@@ -83,7 +68,7 @@ def restore(
                 f"from now on the learning rate follows its {config.optimizer.schedule} schedule over {config.updates} "
                 "updates"
             )
-    is_fork = not belongs_to(path, checkpoints)
+    is_fork = not checkpoint.belongs_to(path, checkpoints)
     if not is_fork and config.resume != "auto":
         numbers = (other.name.removeprefix("step-") for other in checkpoints.glob("step-*"))
         newer = [f"step-{number}" for number in numbers if number.isdecimal() and int(number) > state.update]

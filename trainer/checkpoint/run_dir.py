@@ -31,8 +31,7 @@ from omegaconf import OmegaConf
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import write_whole
 from lockstep.rollout.system.user_functions import is_object, name_of
-from lockstep.trainer.checkpoint.checkpoint import point_latest_at
-from lockstep.trainer.checkpoint.resume import belongs_to
+from lockstep.trainer.checkpoint.checkpoint import belongs_to, point_latest_at
 from lockstep.trainer.command_line import command, settings_files
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain

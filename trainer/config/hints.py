@@ -36,6 +36,8 @@ def closest(word: str, words: Sequence[str]) -> str:
         match = ends
     elif word and (starts := [name for name in words if name.startswith(word)]):
         match = starts
+    elif swapped := [name for name in words if sorted(name) == sorted(word)]:
+        match = swapped
     else:
         match = difflib.get_close_matches(word, words, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""

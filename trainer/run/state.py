@@ -1,17 +1,18 @@
-"""State of a run on disk: restored at the start, saved at checkpoints, and the model at the end."""
+"""State of a run on disk: its logs, its checkpoints, and the model at the end."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
-from lockstep.trainer.checkpoint.resume import Resumed, restore
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.checkpoint.user_files import UserFiles
 from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.data.prompts import Position
@@ -25,52 +26,20 @@ from lockstep.trainer.observe.trackers.view import lockstep, program, short_path
 from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.next_steps import all_words, next_steps
 from lockstep.trainer.run.provenance import provenance
-from lockstep.trainer.update.entropy_control import EntropyControl
 
 if TYPE_CHECKING:
-    from lockstep.trainer.distributed.weight_average import WeightAverage
+    from lockstep.trainer.checkpoint.resume import Resumed
 
 
-def restore_state(path: Path, parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed:
-    """Load a checkpoint; a collective."""
-    resumption = restore(path, parts.config, plain(parts.config), directory.checkpoints, parts.distributed)
-    state, guard = resumption.state, parts.updater.guard
-    parts.trainer.num_steps = state.step
-    parts.updater.num_updates = state.update
-    parts.trainer.kl_coef = resumption.kl_coef
-    parts.updater.entropy = EntropyControl(coef=resumption.entropy_coef, entropy=state.entropy)
-    parts.trainer.noise_floor = state.noise_floor
-    other_data = None
-    if parts.prompts is not None:
-        position = Position(
-            cursor=state.data_cursor, skipped=tuple(state.data_skipped), unfinished=tuple(state.unfinished)
-        )
-        other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
-    if parts.demonstrations is not None:
-        parts.demonstrations.cursor = state.demonstrations_cursor
-    if parts.averaged is not None and not _load_average(parts.averaged.average, resumption.path, parts.distributed):
-        console.warn(f"{resumption.path} has no average of the policy: the teacher begins at the policy that it holds")
-    guard.norms.extend(state.grad_norms)
-    guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
-    console.say(f"{'forked' if resumption.is_fork else 'resumed'} from {resumption.path} at update {state.update}")
-    for sentence in (*resumption.warnings, *filter(None, [other_data])):
-        console.warn(sentence)
-    return resumption
-
-
-def _load_average(average: WeightAverage, path: Path, distributed: Distributed) -> bool:
-    """Restore the average of the policy, or begin it at the restored policy and return False; a collective."""
-    average.restart()
-    return distributed.together(lambda: average.load(path))
-
-
-def open_metrics(parts: Parts, directory: RunDirectory, console: RunConsole, resumed: Resumed | None) -> MetricsLog:
-    """Open the logs on rank 0, after `restore_state`: lines after the restored update are dropped."""
+def open_metrics(
+    parts: Parts, directory: RunDirectory, console: RunConsole, resumed: Resumed | None, files: UserFiles
+) -> MetricsLog:
+    """Open the logs on rank 0, after a restored state: lines after the restored update are dropped."""
     lineage = Lineage(run_id=parts.config.logger.wandb_id)
     if resumed is not None and lineage.run_id is None:
         state = resumed.state
         lineage = Lineage(run_id=state.wandb_id, update=state.update, is_same_run=not resumed.is_fork)
-    origin = provenance()
+    origin = {**provenance(), "files": asdict(files)}
     directory.provenance.write_text(json.dumps(origin, indent=2) + "\n")
     run_config: dict[str, Any] = {**plain(parts.config), "provenance": origin}
     metrics = MetricsLog(directory.metrics, parts.config.logger, run_config=run_config, lineage=lineage)
@@ -104,11 +73,13 @@ def state_of(parts: Parts, *, wandb_id: str | None) -> TrainerState:
     )
 
 
-def save_state(parts: Parts, directory: RunDirectory, state: TrainerState) -> None:
+def save_state(parts: Parts, directory: RunDirectory, state: TrainerState, files: UserFiles) -> None:
     """Write a checkpoint; a collective."""
     model = policy_of(parts.distributed.unwrapped).model
 
     def save_beside(place: Path) -> None:
+        if parts.distributed.is_main:
+            files.save(place)
         if is_adapted(model):
             save_adapter(model, place / ADAPTER_DIRECTORY, parts.distributed)
         if parts.averaged is not None:

@@ -342,6 +342,8 @@ async def test_tools_are_loaded_from_a_users_file(tmp_path):
         Toolbox([], files=[f"{tmp_path}/absent.py:double"])
     with pytest.raises(ConfigError, match=r"expected path/to/file\.py:name"):
         Toolbox([], files=["os.system"])
+    with pytest.raises(ConfigError, match=r"found tools\.py:double, expected a list; write \[tools\.py:double\]"):
+        Toolbox([], files="tools.py:double")
 
 
 class Nameless(Exception):
