@@ -65,3 +65,17 @@ def test_a_mistake_is_answered_with_the_words_to_type(line: list[str], said: str
 )
 def test_words_that_hydra_reads_pass(line: list[str]) -> None:
     refuse_unreadable(line, TREE)
+
+
+def test_the_directory_of_a_run_is_refused_with_the_words_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/my run"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    with pytest.raises(ConfigError) as refused:
+        refuse_unreadable(["runs/my run"], TREE)
+    assert str(refused.value) == (
+        "runs/my run is a run; type run_root=runs 'run_name=my run' resume=auto to continue it, or "
+        "'model.path=runs/my run/model' for its model"
+    )
+    refuse_unreadable(["runs"], TREE)  # Hydra says what is wrong with it
