@@ -32,4 +32,9 @@ if __name__ == "__main__":
     except ConfigError as error:
         print_error(error)
         sys.exit(2)
-    launch(main, check=partial(validate, trains=False))
+    launch(
+        main,
+        check=partial(validate, trains=False),
+        description=__doc__,
+        frequent=("model.path", "data.heldout_path", "reward.functions", "eval.samples_per_prompt", "eval.compare_to"),
+    )
