@@ -144,7 +144,7 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
     if share > thresholds.dropped:
         messages.append(
             f"{DROPPED}fraction is {share:.3g}, above {thresholds.dropped:g}: rollouts of this step fail "
-            f"({dropped(metrics)}) and are not trained. Read why with lockstep inspect-run."
+            f"({dropped(metrics)}) and are not trained. Read why with lockstep inspect-run --failed."
         )
     return messages
 
