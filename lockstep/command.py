@@ -53,9 +53,12 @@ def main() -> None:
         near = matches or difflib.get_close_matches(name, descriptions, n=1) or descriptions
         sys.exit(_refusal(f"{name} is not a command; expected {' or '.join(near) if matches else ', '.join(near)}"))
     module = matches[0].replace("-", "_")
-    sys.argv = [str(SCRIPTS / f"{module}.py"), *words]
+    sys.argv = [f"lockstep {matches[0]}", *words]  # the program that usages name
     try:
-        runpy.run_module(f"lockstep.scripts.{module}", run_name="__main__")
+        try:
+            runpy.run_module(f"lockstep.scripts.{module}", run_name="__main__")
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # `lockstep inspect | head` has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         sys.exit(1)

@@ -71,6 +71,8 @@ def launch(
     config_name: str = "train",
     config_class: type = Config,
     check: Callable[[Any], None] = validate,
+    description: str | None = None,
+    frequent: Sequence[str] = (),
 ) -> None:
     """Compose the configuration from `sys.argv`, with a settings file if a word names one, check it, and call `main`.
 
@@ -81,6 +83,7 @@ def launch(
         config_name: file under configs/.
         config_class: dataclass schema of the configuration.
         check: raises `ConfigError` for values that are missing or in conflict.
+        description: of the command, for `--help`. frequent: names of the settings that most calls need, for `--help`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the command ends at once while it imports this
     wait_briefly()
@@ -88,6 +91,9 @@ def launch(
     notices: list[str] = []
     configs: list[Any] = []
     words = readable(sys.argv[1:])
+    if description and {"--help", "-h"} & set(words):
+        print(usage(description, frequent, config_class))
+        return
     file: SettingsFile | None = None
     try:
         refuse_unreadable(words, schema(config_class))
@@ -120,6 +126,20 @@ def launch(
         _print("\n".join(filter(None, notices)))
     for config in configs:
         run_or_end(lambda config=config: main(config))
+
+
+def usage(description: str, frequent: Sequence[str], config_class: type = Config) -> str:
+    """Return the text of `--help`. Arguments as for `launch`."""
+    declared, width = declarations(config_class()), max(map(len, frequent), default=0)
+    lines = [f"  {name:{width}}  {declared[name][0].description}" for name in frequent]
+    return "\n".join(
+        [
+            f"usage: {os.path.basename(sys.argv[0])} [my_run.yaml] [setting=value ...]\n",
+            description.strip(),
+            *(["\nMost need these settings:\n", *lines] if lines else []),
+            "\nAll settings: docs/settings.md, or `--cfg job` in place of `--help`. Options of Hydra: `--hydra-help`.",
+        ]
+    )
 
 
 def end_with_launcher() -> None:

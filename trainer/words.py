@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -78,6 +79,11 @@ def _word_problem(word: str, following: Sequence[str], tree: DictConfig, keys: S
         return f"{word} and {after} are two words; type {word}{shlex.quote(after)}, without spaces"
     if equals and (whole := _joined(word, following)) != word:
         return f"{word} is cut at a space; put quotes around the whole: {shlex.quote(whole)}"
+    if not equals and (run := Path(word)).joinpath("config.yaml").is_file():
+        again = shlex.join([f"run_root={run.parent}", f"run_name={run.name}", "resume=auto"])
+        return (
+            f"{word} is a run; type {again} to continue it, or {shlex.quote(f'model.path={run}/model')} for its model"
+        )
     try:
         OverridesParser.create().parse_override(word)
     except HydraException:

@@ -25,7 +25,7 @@ from rich.text import Text
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.sampler.sampler import OnRollout
-from lockstep.trainer.observe.alarms import dropped
+from lockstep.trainer.observe.alarms import TOOL_ERRORS, dropped
 from lockstep.trainer.observe.progress import ProgressLines
 from lockstep.trainer.observe.transcript import conversation
 
@@ -81,6 +81,7 @@ COLUMNS = (
     Column(name="turns", key="rollout/turns", form="{:.2f}", width=5, rank=4),
     Column(name="truncated", key="rollout/truncated_fraction", form="{:.1%}", width=9, rank=4, is_event=True),
     Column(name="context full", key="rollout/context_full_fraction", form="{:.1%}", width=12, rank=4, is_event=True),
+    Column(name="tool errors", key=TOOL_ERRORS, form="{:.2f}", width=11, rank=4, is_event=True),
     Column(name="kl", key="rollout_correction/kl", form="{:+.1e}", width=8, rank=1),
     Column(name="ess", key="rollout_correction/ess", form="{:.3f}", width=5, rank=2),
     Column(name="|Δlogp|max", key="rollout_correction/logp_diff_abs_max", form="{:.1e}", width=10, rank=5),

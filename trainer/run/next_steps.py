@@ -11,10 +11,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.plain_files import behind_link
 from lockstep.rollout.system.user_functions import holds_objects
+from lockstep.trainer.checks.names import run_problem
 from lockstep.trainer.command_line import is_call, settings_files, typed_words
 from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
+from lockstep.trainer.config.saved_config import read_saved
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings
 from lockstep.trainer.observe.alarms import dropped_counts
@@ -25,7 +31,7 @@ SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|roll
 """Settings on which an evaluation depends."""
 TRAINING_ONLY = (
     *("model.path=", "model.lora.", "model.critic", "model.reference_path=", "model.gradient_checkpointing="),
-    "eval.every=",
+    *("eval.every=", "eval.before_training="),
 )
 
 CURVES = {"reward/mean": ("mean reward", 3), "loss/demonstrations": ("mean loss", 4)}
@@ -96,20 +102,16 @@ def next_steps(
     command in front of `train`. adapter: what was trained, if its weights stay apart from those of
     `model.path`; None: `model`. trackers: text for each tracker.
     """
-    shown_run, shown_model = short_path(run), short_path(model)
+    shown_run = short_path(run)
     goal = config.updates if update < config.updates else 2 * config.updates
     # The command line of a resumed run does not repeat its settings.
     own = redact_words(words) if config.resume == "never" else changed_words(plain(config))
-    evaluation_words = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
-    by_turn = ["algorithm.turn_rewards=true"] if config.algorithm.turn_rewards else []
-    model_words = [f"model.path={shown_model}", *by_turn]
-    if adapter is not None:
-        base = [word for word in own if word.startswith("model.path=")]
-        model_words = [*base, *by_turn, f"model.adapters={{trained: {short_path(adapter)}}}"]
-    evaluate = f"{lockstep()} evaluate {shlex.join([*model_words, *evaluation_words])}"
+    evaluate = evaluate_command(
+        own, base=config.model.path, model=model, adapter=adapter, by_turn=config.algorithm.turn_rewards
+    )
     inspect = f"{lockstep()} inspect-run {shlex.quote(shown_run)}"
     lines = {
-        **({"model": shown_model} if adapter is None else {"adapter": short_path(adapter)}),
+        **({"model": short_path(model)} if adapter is None else {"adapter": short_path(adapter)}),
         **({"critic": short_path(critic)} if critic else {}),
         "resume": resume_command(words, run=run, updates=goal, launcher=launcher),
         **({"evaluate": evaluate} if config.has_rollouts and config.heldout_sets() and not holds_objects(own) else {}),
@@ -118,6 +120,44 @@ def next_steps(
         **trackers,
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
+
+
+def evaluate_command(words: Sequence[str], *, base: str, model: Path, adapter: Path | None, by_turn: bool) -> str:
+    """Return the command that evaluates a trained model, and compares it with the one it began from.
+
+    words: of its run. base: `model.path` there. adapter: as for `next_steps`. by_turn: `algorithm.turn_rewards`.
+    """
+    own = {word.partition("=")[0].lstrip("+"): word for word in words}  # typed words come after those of a file
+    sampling = [word for word in own.values() if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
+    turn_words = ["algorithm.turn_rewards=true"] if by_turn else []
+    if adapter is not None:  # compared with the model without it
+        base_words = [own["model.path"]] if "model.path" in own else []
+        words = [*base_words, *turn_words, f"model.adapters={{trained: {short_path(adapter)}}}", *sampling]
+    else:
+        comparison = [f"eval.compare_to={override_value(base)}"] if base and "eval.compare_to" not in own else []
+        words = [f"model.path={short_path(model)}", *turn_words, *sampling, *comparison]
+    return f"{lockstep()} evaluate {shlex.join(words)}"
+
+
+def refuse_runs(words: Sequence[str]) -> None:
+    """Raise `ConfigError` with the command that evaluates the model of a run, if a word is the run's directory.
+
+    The user reads the command first, because it names code that the run used, which others may have written.
+    """
+    for word in words:
+        run = behind_link(Path(word))
+        if "=" in word or word.startswith("-") or not (run / "config.yaml").is_file():
+            continue
+        adapter = None if (run / "model/config.json").is_file() else run / "model/adapter"
+        if adapter is not None and not adapter.is_dir():
+            raise ConfigError(run_problem("model.path", word))
+        saved = read_saved(run / "config.yaml")
+        values: Any = OmegaConf.to_container(saved)
+        base, by_turn = (OmegaConf.select(saved, name) for name in ("model.path", "algorithm.turn_rewards"))
+        command = evaluate_command(
+            changed_words(values), base=str(base or ""), model=run / "model", adapter=adapter, by_turn=by_turn is True
+        )
+        raise ConfigError(f"{word} is a run; to evaluate its model type: {command}")
 
 
 def all_words() -> list[str]:

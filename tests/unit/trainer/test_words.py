@@ -93,3 +93,17 @@ def test_letters_of_any_alphabet_need_no_quotes(word: str, value: Any) -> None:
 def test_words_of_ascii_stay() -> None:
     words = ["updates=5", "run.yaml", "Übung.yaml", "run_name='a (b)'", "--cfg", "job"]
     assert readable(words) == words
+
+
+def test_the_directory_of_a_run_is_refused_with_the_words_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/my run"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    with pytest.raises(ConfigError) as refused:
+        refuse_unreadable(["runs/my run"], TREE)
+    assert str(refused.value) == (
+        "runs/my run is a run; type run_root=runs 'run_name=my run' resume=auto to continue it, or "
+        "'model.path=runs/my run/model' for its model"
+    )
+    refuse_unreadable(["runs"], TREE)  # Hydra says what is wrong with it
