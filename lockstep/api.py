@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 CALL = Path("lockstep.train(...)")
 """Name in errors, in place of that of a settings file."""
+CALLBACKS = ("on_step", "on_rollout", "on_evaluation")
 _stop = threading.Event()
 
 
@@ -79,15 +80,16 @@ class Run:
 
         return list(read_rollouts(self.directory / "rollouts" / f"step-{update:06d}.jsonl"))
 
-    def resume(self, **settings: Any) -> Run:
-        """Go on from the last checkpoint, for example with `updates=80`, and return the run.
+    def resume(self, **arguments: Any) -> Run:
+        """Go on from the last checkpoint, and return the run. arguments: changes, for example `updates=80`.
 
         Raises as `train`, which also takes `resume="auto", run_name=...` and the same objects in another process.
         """
         keep(self._objects)
+        callbacks = {**self._callbacks, **{name: arguments.pop(name) for name in CALLBACKS if name in arguments}}
         place = {"run_root": str(self.directory.parent), "run_name": self.directory.name, "resume": "auto"}
-        content, objects = _content({**settings, **place})
-        return _train(content, {**self._objects, **objects}, self._callbacks)
+        content, objects = _content({**arguments, **place})
+        return _train(content, {**self._objects, **objects}, callbacks)
 
     def _repr_html_(self) -> str:
         """Return the curves of the run, for notebooks."""
