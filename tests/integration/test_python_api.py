@@ -142,7 +142,7 @@ except LockstepError as error:
         return short(rollout)
 
     steps = []
-    run = lockstep.Run(f"{SMALL['run_root']}/mine").resume(rewards=[breaks], on_step=lambda report: steps.append(report))
+    run = lockstep.Run(f"{SMALL['run_root']}/mine").resume(rewards=[breaks], on_step=steps.append)
 assert [line["step"] for line in run.history] == [1, 2], run.history
 assert [report.update for report in steps] == [2]
 """
