@@ -391,7 +391,7 @@ def test_mistakes_are_one_sentence(arguments: dict[str, Any], words: str, config
 
 def test_a_callback_with_other_parameters_is_refused(configured: Any) -> None:
     with pytest.raises(ConfigError, match=r"on_step: found takes_nothing\(\).*, expected def takes_nothing\(report\)"):
-        lockstep.train(configured(), on_step=takes_nothing)
+        lockstep.train(configured(), on_step=takes_nothing)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="on_evaluation: found int, expected a function"):
         lockstep.train(configured(), on_evaluation=3)  # type: ignore[arg-type]
 
