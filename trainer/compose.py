@@ -20,7 +20,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import LATEST, behind_link
 from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
-from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.hints import brief, closest
 from lockstep.trainer.config.prepared import DEMO, DEMO_REWARD, data_folder
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.schema import Config
@@ -123,7 +123,7 @@ def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig
 def type_problem(text: str) -> str:
     """Return OmegaConf's message on a value of the wrong type without class names."""
     if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
-        return f"found {match.group(1)}, expected {match.group(2).lower()}"
+        return f"found {brief(match.group(1))}, expected {match.group(2).lower()}"
     if text.startswith("Key "):
         return "it is not a setting"
     if text.endswith("is not Optional"):

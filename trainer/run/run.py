@@ -84,9 +84,10 @@ def run(
         config = replace(config, algorithm=with_hashes(config.algorithm, distributed))
         checkpoints = Path(config.run_root) / str(config.run_name) / "checkpoints"
         start, messages = distributed.together(lambda: checkpoint.find(config.resume, checkpoints))
-        directory, _lock = open_run(config, distributed)
-        libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
-        with libraries.shown_on_failure(), BackgroundLoop() as loop:
+        directory, lock = open_run(config, distributed)
+        # A traceback that a program keeps holds the lock file, which would stay open.
+        with lock or nullcontext(), libraries.shown_on_failure(), BackgroundLoop() as loop:
+            libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
             console.say(f"run directory  {directory.path}\n{described_task(config)}")
             for sentence in messages:
                 console.warn(f"checkpoint skipped: {sentence}")
