@@ -94,7 +94,8 @@ def _word_problem(word: str, following: Sequence[str], tree: DictConfig, keys: S
     node = (OmegaConf.select(tree, section) if section else tree)._get_node(name)  # a list also where it is null
     default = OmegaConf.select(tree, key)
     is_list, is_typed_list = isinstance(node, ListConfig), value.startswith("[")
-    if isinstance(node, ListConfig) and not is_typed_list and value not in ("", "null") and not value.startswith("$"):
+    needs_brackets = isinstance(node, ListConfig) and (node._metadata.element_type is str or default is None)
+    if needs_brackets and not is_typed_list and value not in ("", "null") and not value.startswith("$"):
         return f"{key} is a list, found {value}; type {shlex.quote(f'{key}=[{value}]')}"
     if is_typed_list and key == "data.path":
         files = zip("abcdefgh", value.strip("[]").split(","), strict=False)

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lockstep.rollout.system.plain_files import read_plain
 from lockstep.rollout.system.user_functions import file_sha256, is_object
-from lockstep.trainer.config.schema import Config
-from lockstep.trainer.config.user_code import code_of_files
-from lockstep.trainer.setting import declarations
 
 NAME = "user_files.json"
 
@@ -30,13 +27,14 @@ class UserFiles:
     """Path of a file -> last update for which its earlier content was used."""
 
     @classmethod
-    def of(cls, config: Config) -> UserFiles:
-        """Return the files that the settings name, as they are now; files that are not there are left out."""
-        hashes = {}
-        for spec in code_of_files(config.environment, config.reward, config.algorithm):
-            if is_object(spec):
-                hashes[spec] = file_sha256(spec)
-        for path in sorted(_paths(config)):
+    def of(cls, code: Iterable[str], paths: Iterable[str]) -> UserFiles:
+        """Return the files as they are now; what is not there, such as a hub id, is left out.
+
+        code: `path/to/file.py:name` and `object:name`. paths: of data and of other files.
+        """
+        specs = list(code)
+        hashes = {spec: file_sha256(spec) for spec in specs if is_object(spec)}
+        for path in sorted({*paths, *(spec.rpartition(":")[0] for spec in specs if not is_object(spec))}):
             place = Path(path).expanduser()
             if place.is_file():
                 with place.open("rb") as stream:
@@ -67,15 +65,3 @@ class UserFiles:
         """Return these files with the changes until a checkpoint, and those since it. update: of the checkpoint."""
         since = dict.fromkeys(self.changed_since(before), update)
         return UserFiles(hashes=self.hashes, changes={**before.changes, **since})
-
-
-def _paths(config: Config) -> Iterator[str]:
-    """Yield the paths of code and data; some are hub ids."""
-    for spec in code_of_files(config.environment, config.reward, config.algorithm):
-        if not is_object(spec):
-            yield spec.rpartition(":")[0]
-    data_sets = [*config.data.training_sets().values(), *config.heldout_sets().values()]
-    yield from (one.path for one in (*data_sets, *config.demonstration_sets().values()))
-    yield from (
-        value for declared, value in declarations(config).values() if declared.is_path and isinstance(value, str)
-    )

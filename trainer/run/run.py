@@ -36,7 +36,8 @@ from lockstep.trainer.run.library_logs import ThirdPartyLog
 from lockstep.trainer.run.next_steps import all_words, described_task, resume_command
 from lockstep.trainer.run.provenance import with_hashes
 from lockstep.trainer.run.report import Reporter
-from lockstep.trainer.run.state import launcher_of, open_metrics, save_model, save_state, state_of
+from lockstep.trainer.run.state import launcher_of, open_metrics, restore_state, save_model, save_state, state_of
+from lockstep.trainer.setting import declarations
 from lockstep.trainer.update.schedule import is_due
 
 if TYPE_CHECKING:
@@ -147,8 +148,12 @@ class Life:
             step_timeout_s=config.step_timeout_s,
             ends_run=config.on_step_timeout == "end",
         )
+        code = code_of_files(config.environment, config.reward, config.algorithm)
+        sets = [config.data.training_sets(), config.heldout_sets(), config.demonstration_sets()]
+        paths = [one.path for by_name in sets for one in by_name.values()]
+        paths += [value for declared, value in declarations(config).values() if declared.is_path and value]
         # Now, before they are loaded; rank 0 writes the record.
-        self._files = distributed.together(lambda: UserFiles.of(config) if distributed.is_main else UserFiles())
+        self._files = distributed.together(lambda: UserFiles.of(code, paths if distributed.is_main else ()))
         self._profiler: StepProfiler | None = None
         if config.profile:
             from lockstep.trainer.run.profiling import StepProfiler  # other runs do not load it
@@ -169,8 +174,6 @@ class Life:
         self._interrupt = Interrupt(ends_process=self._callbacks.ends_process)
         resumption = None
         if start is not None:
-            from lockstep.trainer.run.restored_state import restore_state  # a new run does not load it
-
             resumption, self._files = restore_state(start, parts, self._directory, self._console, self._files)
         if self._distributed.is_main:
             metrics = open_metrics(parts, self._directory, self._console, resumption, self._files)

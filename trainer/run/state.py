@@ -1,4 +1,4 @@
-"""State of a run on disk: its logs, its checkpoints, and the model at the end."""
+"""State of a run on disk: restored at the start, saved at checkpoints, and the model at the end."""
 
 from __future__ import annotations
 
@@ -26,15 +26,60 @@ from lockstep.trainer.observe.trackers.view import lockstep, program, short_path
 from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.next_steps import all_words, next_steps
 from lockstep.trainer.run.provenance import provenance
+from lockstep.trainer.update.entropy_control import EntropyControl
 
 if TYPE_CHECKING:
     from lockstep.trainer.checkpoint.resume import Resumed
+    from lockstep.trainer.distributed.weight_average import WeightAverage
+
+
+def restore_state(
+    path: Path, parts: Parts, directory: RunDirectory, console: RunConsole, files: UserFiles
+) -> tuple[Resumed, UserFiles]:
+    """Load a checkpoint; a collective. Returns the files of the user with what was changed since the run began."""
+    from lockstep.trainer.checkpoint.resume import restore  # a new run does not load it
+
+    resumption = restore(path, parts.config, plain(parts.config), directory.checkpoints, parts.distributed)
+    state, guard = resumption.state, parts.updater.guard
+    parts.trainer.num_steps = state.step
+    parts.updater.num_updates = state.update
+    parts.trainer.kl_coef = resumption.kl_coef
+    parts.updater.entropy = EntropyControl(coef=resumption.entropy_coef, entropy=state.entropy)
+    parts.trainer.noise_floor = state.noise_floor
+    other_data = None
+    if parts.prompts is not None:
+        position = Position(
+            cursor=state.data_cursor, skipped=tuple(state.data_skipped), unfinished=tuple(state.unfinished)
+        )
+        other_data = parts.prompts.resume(position, state.curriculum, state.data_rows)
+    if parts.demonstrations is not None:
+        parts.demonstrations.cursor = state.demonstrations_cursor
+    if parts.averaged is not None and not _load_average(parts.averaged.average, resumption.path, parts.distributed):
+        console.warn(f"{resumption.path} has no average of the policy: the teacher begins at the policy that it holds")
+    guard.norms.extend(state.grad_norms)
+    guard.skipped, guard.in_a_row = state.skipped_updates, state.skipped_in_a_row
+    console.say(f"{'forked' if resumption.is_fork else 'resumed'} from {resumption.path} at update {state.update}")
+    for sentence in (*resumption.warnings, *filter(None, [other_data])):
+        console.warn(sentence)
+    before = UserFiles.read(path)
+    for name in files.changed_since(before):
+        console.warn(
+            f"{name} was changed after {path.name} was saved: the run used the earlier content up to update "
+            f"{state.update}, and uses the new one from now on"
+        )
+    return resumption, files.after(before, update=state.update)
+
+
+def _load_average(average: WeightAverage, path: Path, distributed: Distributed) -> bool:
+    """Restore the average of the policy, or begin it at the restored policy and return False; a collective."""
+    average.restart()
+    return distributed.together(lambda: average.load(path))
 
 
 def open_metrics(
     parts: Parts, directory: RunDirectory, console: RunConsole, resumed: Resumed | None, files: UserFiles
 ) -> MetricsLog:
-    """Open the logs on rank 0, after a restored state: lines after the restored update are dropped."""
+    """Open the logs on rank 0, after `restore_state`: lines after the restored update are dropped."""
     lineage = Lineage(run_id=parts.config.logger.wandb_id)
     if resumed is not None and lineage.run_id is None:
         state = resumed.state

@@ -43,6 +43,7 @@ from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import make_chat, make_rewards, make_sampling
 from lockstep.trainer.checks.names import group_wise_rewards, scores_groups_alone
 from lockstep.trainer.command_line import typed_words
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
@@ -158,8 +159,9 @@ def dry_run(config: Config) -> None:
                 console.print()
                 console.print(conversation(rollout, wrapped=True))
                 _print_rows(console, rows_from_calls(rollout.calls), texts)
+        limit = config.rollout.max_model_len
         sets = [*prompts.sets, *heldout.values()] if prompts and distributed.is_main else []
-        long = [sentence for data in sets for sentence in long_prompts(data, config, chat)]
+        long = [sentence for data in sets for sentence in long_prompts(data, config.environment, chat, context=limit)]
         if batch:
             console.print(Rule("[bold]the first demonstrations[/bold]", style="dim", align="left"))
             _print_rows(console, batch.rows[:SHOWN_ROWS], texts)
@@ -292,18 +294,17 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
         rewards.close()
 
 
-def long_prompts(data: DataSet, config: Config, chat: Chat) -> Iterator[str]:
-    """Yield a sentence if prompts fill the context. Prompts that no row holds are not counted."""
-    whole, lengths = make_environment(config.environment.name, **config.environment.settings), []
+def long_prompts(data: DataSet, settings: EnvironmentConfig, chat: Chat, *, context: int) -> Iterator[str]:
+    """Yield a sentence if prompts fill the context [tokens]. Prompts that no row holds are not counted."""
+    whole, lengths = make_environment(settings.name, **settings.settings), []
     for row in map(data.__getitem__, range(min(len(data), MEASURED_ROWS))):
         environment = environment_of(whole, row)
         with suppress(TemplateError):  # its sentence is that of the row
             if messages := messages_of_row(environment, row):
                 lengths.append(len(chat.prompt(messages, getattr(environment, "tools", ()))))
-    limit = config.rollout.max_model_len
-    if count := sum(length >= limit for length in lengths):
+    if count := sum(length >= context for length in lengths):
         yield (
-            f"{data.path}: {count:,} of {len(lengths):,} prompts are too long for rollout.max_model_len={limit}, so "
+            f"{data.path}: {count:,} of {len(lengths):,} prompts are too long for rollout.max_model_len={context}, so "
             f"nothing is sampled from them; the longest has {max(lengths):,} tokens: raise it, or leave them out by "
             "data.max_prompt_tokens"
         )

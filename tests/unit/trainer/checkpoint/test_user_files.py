@@ -6,37 +6,36 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.rollout.system.user_functions import keep
 from lockstep.trainer.checkpoint.user_files import NAME, UserFiles
-from lockstep.trainer.config.schema import Config
-from lockstep.trainer.config.user_code import code_of_files
-from tests.fixtures.composed import composed
+
+FILES = ("rewards.py", "tools.py", "rows.jsonl")
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    for name in ("rewards.py", "tools.py", "agent.py", "rows.jsonl", "heldout.jsonl"):
-        (tmp_path / name).write_text("first\n")
-    (tmp_path / "folder.jsonl").mkdir()
-    words = ("data.path=rows.jsonl", "data.heldout_path=heldout.jsonl", "reward.functions=[rewards.py:score,numeric]")
-    tools = "environment.settings={files: ['tools.py:search,other'], deep: {agent: 'agent.py:main'}}"
-    one = composed("model.path=my/model", *words, "environment.name=tools", tools, "eval.sets.more.path=folder.jsonl")
-    assert "tools.py:search,other" in code_of_files(one.environment, one.reward, one.algorithm)
-    return one
-
-
-def test_every_file_that_a_run_names_is_compared(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_that_a_run_names_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    files = ("rewards.py", "tools.py", "agent.py", "rows.jsonl", "heldout.jsonl")
-    before = UserFiles.of(config)
-    assert set(before.hashes) == set(files)
-    for name in files:
-        (tmp_path / name).write_text("second\n")
-        assert UserFiles.of(config).changed_since(before) == [name]
-        (tmp_path / name).write_text("first\n")
-    (tmp_path / "rewards.py").unlink()
-    assert UserFiles.of(config).changed_since(before) == [], "what is missing is reported by the checks"
+    for name in FILES:
+        Path(name).write_text("first\n")
+    Path("folder.jsonl").mkdir()
+
+    def found() -> UserFiles:
+        return UserFiles.of(["rewards.py:score", "tools.py:search,other"], ["rows.jsonl", "folder.jsonl", "my/data"])
+
+    before = found()
+    assert set(before.hashes) == set(FILES)
+    for name in FILES:
+        Path(name).write_text("second\n")
+        assert found().changed_since(before) == [name]
+        Path(name).write_text("first\n")
+    Path("rewards.py").unlink()
+    assert found().changed_since(before) == [], "what is missing is reported by the checks"
+
+
+def test_an_object_of_the_program_is_compared_by_its_source() -> None:
+    keep({"files_score": lambda rollout: 1.0})
+    before = UserFiles.of(["object:files_score"], [])
+    keep({"files_score": lambda rollout: 2.0 + len(rollout)})
+    assert UserFiles.of(["object:files_score"], []).changed_since(before) == ["object:files_score"]
 
 
 def test_changes_are_kept_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:

@@ -136,12 +136,13 @@ class TestMask:
 
 def test_prompts_that_fill_the_context_are_counted() -> None:
     rows = [{"prompt": "short"}, {"prompt": "long " * 300}, {"prompt": "long " * 200}]
-    config = Config(rollout=RolloutConfig(max_model_len=128))
-    (sentence,) = long_prompts(DataSet(rows, DataSetConfig(path="rows.jsonl")), config, CHAT)
+    environment = Config().environment
+    (sentence,) = long_prompts(DataSet(rows, DataSetConfig(path="rows.jsonl")), environment, CHAT, context=128)
     assert sentence.startswith("rows.jsonl: 2 of 3 prompts are too long for rollout.max_model_len=128")
     longest = len(CHAT.prompt([{"role": "user", "content": rows[1]["prompt"]}], ()))
     assert f"the longest has {longest:,} tokens" in sentence
-    assert list(long_prompts(DataSet(rows[:1], DataSetConfig(path="rows.jsonl")), config, CHAT)) == []
+    few = DataSet(rows[:1], DataSetConfig(path="rows.jsonl"))
+    assert list(long_prompts(few, environment, CHAT, context=128)) == []
 
 
 def test_a_name_of_the_teachers_context_that_rows_lack_is_named() -> None:
