@@ -6,6 +6,7 @@ import difflib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import behind_link, own_output, write_whole
 from lockstep.trainer.observe.metrics_log import read_metrics
 
-MISMATCH = (
+MISMATCH: Sequence[tuple[str, str, Literal["-", ":"]]] = (
     ("rollout_correction/logp_diff_abs_max", "largest |Δ logp| of a token", "-"),
     ("rollout_correction/kl", "|kl|", ":"),
 )

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     from lockstep.rollout.errors import ConfigError
     from lockstep.rollout.safe_text import print_error
     from lockstep.trainer.cli import launch  # here, because engine processes import this file too
-    from lockstep.trainer.run.next_steps import refuse_runs
+    from lockstep.trainer.tools.run_as_word import refuse_runs
 
     try:
         refuse_runs(sys.argv[1:])

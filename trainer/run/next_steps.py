@@ -11,16 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.plain_files import behind_link
 from lockstep.rollout.system.user_functions import holds_objects
-from lockstep.trainer.checks.names import run_problem
 from lockstep.trainer.command_line import is_call, settings_files, typed_words
 from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
-from lockstep.trainer.config.saved_config import read_saved
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings
 from lockstep.trainer.observe.alarms import dropped_counts
@@ -137,27 +131,6 @@ def evaluate_command(words: Sequence[str], *, base: str, model: Path, adapter: P
         comparison = [f"eval.compare_to={override_value(base)}"] if base and "eval.compare_to" not in own else []
         words = [f"model.path={short_path(model)}", *turn_words, *sampling, *comparison]
     return f"{lockstep()} evaluate {shlex.join(words)}"
-
-
-def refuse_runs(words: Sequence[str]) -> None:
-    """Raise `ConfigError` with the command that evaluates the model of a run, if a word is the run's directory.
-
-    The user reads the command first, because it names code that the run used, which others may have written.
-    """
-    for word in words:
-        run = behind_link(Path(word))
-        if "=" in word or word.startswith("-") or not (run / "config.yaml").is_file():
-            continue
-        adapter = None if (run / "model/config.json").is_file() else run / "model/adapter"
-        if adapter is not None and not adapter.is_dir():
-            raise ConfigError(run_problem("model.path", word))
-        saved = read_saved(run / "config.yaml")
-        values: Any = OmegaConf.to_container(saved)
-        base, by_turn = (OmegaConf.select(saved, name) for name in ("model.path", "algorithm.turn_rewards"))
-        command = evaluate_command(
-            changed_words(values), base=str(base or ""), model=run / "model", adapter=adapter, by_turn=by_turn is True
-        )
-        raise ConfigError(f"{word} is a run; to evaluate its model type: {command}")
 
 
 def all_words() -> list[str]:

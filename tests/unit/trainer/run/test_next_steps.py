@@ -15,7 +15,8 @@ from lockstep.trainer.config.schema import ModelConfig, TeacherConfig
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.observe.trackers.view import program
 from lockstep.trainer.run import next_steps as module
-from lockstep.trainer.run.next_steps import next_steps, outcome, refuse_runs
+from lockstep.trainer.run.next_steps import next_steps, outcome
+from lockstep.trainer.tools.run_as_word import refuse_runs
 from tests.fixtures.composed import composed
 from tests.fixtures.paths import ROOT
 
