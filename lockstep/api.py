@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.arguments import Arguments, refuse_no_reward
 from lockstep.python_words import CALLBACKS, in_python
+from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.system.user_functions import COPY, is_object, keep, name_of, object_named
 from lockstep.trainer.cli import composed, end_with_launcher, explain
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from lockstep.rollout.records import Rollout
     from lockstep.trainer.observe.step_metrics import StepReport
 
+    __version__: str
+
+__all__ = ["ConfigError", "Run", "Step", "__version__", "configure", "stop", "train"]
 CALL = Path("lockstep.train(...)")
 """Name in errors, in place of that of a settings file."""
 INTERRUPTED = (
@@ -43,6 +48,13 @@ INTERRUPTED = (
     "checkpoint, lockstep.Run('<its directory>').resume() goes on from there"
 )
 _stop = threading.Event()
+
+
+def __getattr__(name: str) -> str:
+    """Return the version when it is asked for: folders on the path of Python may have none."""
+    if name == "__version__":
+        return version("lockstep-rl")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Run:

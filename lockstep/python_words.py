@@ -14,7 +14,8 @@ import yaml
 from lockstep.rollout.errors import ConfigError, LockstepError
 from lockstep.rollout.system.user_functions import COPY, OBJECT
 from lockstep.trainer.compose import known_keys, preset_names
-from lockstep.trainer.config.hints import MIGRATING, RENAMED, brief, closest_name, replacement
+from lockstep.trainer.config.groups.other_names import MIGRATING, RENAMED, closest_name, replacement
+from lockstep.trainer.config.hints import brief
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations, free_form
 
@@ -33,7 +34,7 @@ ARGUMENTS = {
 NAMES = ("config", "tokenizer", *ARGUMENTS.values(), *CALLBACKS)
 """Arguments of `lockstep.train`, and `environment`."""
 OTHER_NAMES = {"processing_class": "tokenizer", "callbacks": "on_step", "agent": "environment"}
-"""Arguments by their names elsewhere; those that are settings are in `trainer/config/hints.py`."""
+"""Arguments by their names elsewhere; those that are settings are in `trainer/config/groups/other_names.py`."""
 INSTRUCTION = re.compile(r"\b(?:set|type|write|add)\b[^;\n]*")
 ASSIGNED = re.compile(r"(?<![\w.\-<{\"'])'?([a-z_][\w.]*)(=|: (?=[{\[]))(?=\S)")
 """A setting and the sign before its value, in an instruction of a command line or of YAML."""

@@ -25,7 +25,8 @@ from lockstep.trainer.command_line import SUFFIXES, settings_files, typed_words,
 from lockstep.trainer.compose import CONFIG_DIR, describe_task, known_keys, preset_names, schema, sets, type_problem
 from lockstep.trainer.config.changes import leaves
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
-from lockstep.trainer.config.hints import MIGRATING, brief, closest, closest_name, replacement
+from lockstep.trainer.config.groups.other_names import MIGRATING, closest_name, replacement
+from lockstep.trainer.config.hints import brief, closest
 from lockstep.trainer.config.redaction import REDACTED, override_value
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations

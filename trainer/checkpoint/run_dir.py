@@ -120,11 +120,8 @@ def _lock(run: RunDirectory) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        is_own = file.read() == str(os.getpid())
-        file.close()
-        if is_own:
-            raise ConfigError(f"this process is running in {run.path}; wait for the end of that run") from None
-        raise ConfigError(f"another process is running in {run.path}; set run_name=<another name>") from None
+        whose = "this" if file.read() == str(os.getpid()) else "another"
+        raise ConfigError(f"{whose} process is running in {run.path}; set run_name=<another name>") from None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

@@ -154,12 +154,11 @@ def described_task(config: Config) -> str:
 def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: str) -> str:
     """Return the command that continues a run. Arguments as for `next_steps`."""
     if is_call():
-        place = f"run_root={str(run.parent)!r}, run_name={run.name!r}, resume='auto', updates={updates}"
-        again = f"lockstep.Run({str(run)!r}).resume(updates={updates})"
-        return (
-            f"in Python: {again}, with what you have changed as arguments (rewards=...); in another process: "
-            f"lockstep.train(<the same arguments>, {place})"
+        again = (
+            f"lockstep.Run({str(run)!r}).resume(updates={updates}), with what has changed as arguments (rewards=...)"
         )
+        place = f"run_root={str(run.parent)!r}, run_name={run.name!r}, resume='auto', updates={updates}"
+        return f"in Python: {again}; in another process: lockstep.train(<the same arguments>, {place})"
     # Its config.yaml holds all other settings, without secrets.
     again = [word for word in redact_words(words) if word.lstrip("+").startswith("run_root=") or REDACTED in word]
     again += [f"run_name={run.name}", "resume=auto", f"updates={updates}"]

@@ -15,7 +15,7 @@ from lockstep.arguments import Arguments
 from lockstep.python_words import NAMES, python_words
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.compose import all_keys, schema
-from lockstep.trainer.config.hints import RENAMED, REPLACED, closest_name
+from lockstep.trainer.config.groups.other_names import RENAMED, REPLACED, closest_name
 from tests.fixtures.paths import ROOT
 
 ROWS = [{"question": f"compute {number}", "answer": str(number)} for number in range(60)]

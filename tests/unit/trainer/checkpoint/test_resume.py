@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_run_is_a_fork_and_needs_a_new_run_name(tmp_path
     assert sorted((file, file.stat().st_mtime_ns) for file in directory.path.rglob("*")) == before
     with pytest.raises(ConfigError, match="is a checkpoint of another run"):
         open_run(fork, SavedState())  # repeating the command would discard the fork's progress
-    with pytest.raises(ConfigError, match=r"this process is running in .*/a; wait for the end of that run"):
+    with pytest.raises(ConfigError, match=r"this process is running in .*/a; set run_name="):
         open_run(config(run_root=str(tmp_path), run_name="a", resume="auto"), SavedState())
     (directory.path / ".lock").write_text("1")
     with pytest.raises(ConfigError, match="another process is running in"):
