@@ -16,7 +16,6 @@ from lockstep.rollout.errors import RankLostError, TrainingError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
-from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.run_dir import RunDirectory, open_run
 from lockstep.trainer.checkpoint.user_files import UserFiles
@@ -84,7 +83,11 @@ def run(
         config = choose(config, distributed, console)
         config = replace(config, algorithm=with_hashes(config.algorithm, distributed))
         checkpoints = Path(config.run_root) / str(config.run_name) / "checkpoints"
-        start, messages = distributed.together(lambda: checkpoint.find(config.resume, checkpoints))
+        start, messages = None, []
+        if config.resume != "never":
+            from lockstep.trainer.checkpoint import reader  # a new run does not load it
+
+            start, messages = distributed.together(lambda: reader.find(config.resume, checkpoints))
         directory, lock = open_run(config, distributed)
         # A traceback that a program keeps holds the lock file, which would stay open.
         with lock or nullcontext(), libraries.shown_on_failure(), BackgroundLoop() as loop:
