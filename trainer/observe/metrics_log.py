@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.system.plain_files import plain_lines, write_whole
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
-from lockstep.trainer.observe.trackers.background import KINDS, Background
 from lockstep.trainer.observe.trackers.tracker import Lineage, Medium, Session, Tracker
 
 if TYPE_CHECKING:
@@ -66,9 +65,12 @@ class MetricsLog:
             settings=config, directory=path.parent, run_config=run_config, resumed_at=lineage.continued_update
         )
         self._places: dict[str, str] = {}
-        for kind in map(KINDS.__getitem__, config.trackers):
-            self._trackers[kind.label] = Background(kind, session, self.tolerating)
-            self._places[kind.label] = str(kind.place(config, path.parent))
+        if config.trackers:
+            from lockstep.trainer.observe.trackers.background import KINDS, Background  # other runs do not load it
+
+            for kind in map(KINDS.__getitem__, config.trackers):
+                self._trackers[kind.label] = Background(kind, session, self.tolerating)
+                self._places[kind.label] = str(kind.place(config, path.parent))
 
     @property
     def url(self) -> str | None:
