@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.trainer.config import launcher
+from lockstep.trainer.config import lone_process
 from lockstep.trainer.config.launcher import launch_problems
 from lockstep.trainer.config.schema import Config
 
@@ -52,7 +52,8 @@ def test_a_launcher_that_started_fewer_processes_than_asked_is_refused(
     deepspeed: pytest.MonkeyPatch, words: list[str], processes: int | None
 ) -> None:
     deepspeed.delenv("WORLD_SIZE", raising=False)
-    deepspeed.setattr(launcher, "_command_of_parent", lambda: ["python", "accelerate", "launch", *words])
+    deepspeed.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    deepspeed.setattr(lone_process, "_command_of_parent", lambda: ["python", "accelerate", "launch", *words])
     problems = list(launch_problems(Config().optimizer, Config().model))
     assert [f"was asked for {processes} processes and started one" in problem for problem in problems] == (
         [True] if processes else []
