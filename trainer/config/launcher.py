@@ -29,10 +29,6 @@ COMPILE_UNDER_ZERO3 = (
 
 def launch_problems(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
     """Yield one sentence per conflict."""
-    if "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ:
-        from lockstep.trainer.config.lone_process import lone_process_problems  # other runs do not load it
-
-        yield from lone_process_problems()
     if launched_zero_stage() == 1:
         yield (
             "launched with ZeRO-1, whose optimizer in DeepSpeed reports no norm of the gradient; "
