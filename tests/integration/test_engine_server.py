@@ -94,13 +94,13 @@ def test_sampled_logprobs_are_those_of_the_trainer(remote: Trained, temperature:
 
 def test_scores_are_those_of_the_trainer_for_every_token_but_the_first(remote: Trained):
     ids = list(range(40, 240))
-    scores = remote.loop.run(remote.engine.score(ids), timeout=60)
+    scores = remote.loop.run(remote.engine.score(ids))
     assert scores == pytest.approx(sampled_logprobs(remote.model, tuple(ids[:1]), tuple(ids[1:])), abs=1e-4)
 
 
 def test_most_probable_tokens_are_those_of_the_trainer(remote: Trained) -> None:
     ids = [*PROMPT, 7, 8, 9, 400, 11]
-    found = remote.loop.run(remote.engine.score_top(ids, 5), timeout=60)
+    found = remote.loop.run(remote.engine.score_top(ids, 5))
     with torch.no_grad():
         expected = remote.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     top = expected.topk(5)
@@ -119,7 +119,7 @@ def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(remote: Trained)
         sampling = [Sampling(max_tokens=32, ignore_eos=True, seed=seed) for seed in range(64)]
         return await asyncio.gather(*(remote.engine.generate(PROMPT, one) for one in sampling))
 
-    crowd = remote.loop.run(busy(), timeout=120)
+    crowd = remote.loop.run(busy())
     assert crowd[7].sampled_ids == alone.sampled_ids
     assert len({call.sampled_ids for call in crowd}) == 64
 
@@ -189,11 +189,11 @@ def test_an_aborting_pause_returns_the_partial_completion(remote: Trained):
         return call
 
     for head_start_s in (0.1, 0.4, 1.6):  # on a busy machine it may not have begun
-        call = remote.loop.run(abort(head_start_s), timeout=60)
+        call = remote.loop.run(abort(head_start_s))
         if len(call.sampled_ids) > 3:
             break
     assert call.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
-    whole = remote.loop.run(remote.engine.generate(PROMPT, long), timeout=60)
+    whole = remote.loop.run(remote.engine.generate(PROMPT, long))
     assert call.sampled_ids == whole.sampled_ids[: len(call.sampled_ids)]
     assert len(call.sampled_ids) == len(call.sampled_logprobs) > 3
 
