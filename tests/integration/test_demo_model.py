@@ -113,9 +113,9 @@ def test_rollouts_in_vllm_earn_what_the_warm_start_measured(demo, tmp_path):
                 sampler.collect(rows(demo, "train.jsonl")[:128], samples_per_prompt=2, sampling=sampling, step=0),
                 timeout=120,
             )
-            scored = loop.run(rewards.score(collected), timeout=60)
+            scored = loop.run(rewards.score(collected))
         finally:
-            loop.run(engine.close(), timeout=30)
+            loop.run(engine.close())
     assert RolloutStatus.FAILED not in {rollout.status for rollout in scored}
     mean = sum(rollout.reward for rollout in scored) / len(scored)
     # Samples of 128 and 256 have standard errors below 0.045 and 0.032; the bound is four of their difference.

@@ -86,14 +86,14 @@ def test_logprobs_over_a_large_vocabulary_have_no_common_error(tmp_path: Path) -
 
 def test_scores_are_those_of_the_trainer_for_every_token_but_the_first(served: Served) -> None:
     ids = list(range(40, 240))
-    scores = served.loop.run(served.engine.score(ids), timeout=60)
+    scores = served.loop.run(served.engine.score(ids))
 
     assert scores == pytest.approx(served.score(ids), abs=1e-4)
 
 
 def test_most_probable_tokens_are_those_of_the_trainer(served: Served) -> None:
     ids = [*PROMPT, 7, 8, 9, 400, 11]
-    found = served.loop.run(served.engine.score_top(ids, 5), timeout=60)
+    found = served.loop.run(served.engine.score_top(ids, 5))
     with torch.no_grad():
         expected = served.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     top = expected.topk(5)
@@ -191,13 +191,13 @@ def test_a_longer_context_scores_rows_that_fill_the_limit_of_sampling(tmp_path: 
     model = tiny_qwen3(tied=True)
     with started(model, tmp_path, max_model_len=32, context=33) as engine:
         run = engine.loop.run
-        call = run(engine.generate(PROMPT, Sampling(max_tokens=1000, ignore_eos=True)), timeout=60)
+        call = run(engine.generate(PROMPT, Sampling(max_tokens=1000, ignore_eos=True)))
         row = call.all_ids
         assert len(row) == engine.max_model_len == 32
         with pytest.raises(EngineError, match="leaves no room"):
             run(engine.generate(row, Sampling(max_tokens=1)))
-        top = run(engine.score_top(row, 3), timeout=60)
-        assert run(engine.score(row), timeout=60) == pytest.approx(top.logprobs.tolist(), abs=1e-6)
+        top = run(engine.score_top(row, 3))
+        assert run(engine.score(row)) == pytest.approx(top.logprobs.tolist(), abs=1e-6)
         with pytest.raises(EngineError, match="leaves no room"):
             run(engine.score_top((*row, 5), 3))
     exact = sampled_logprobs(model, row[:1], row[1:])
@@ -240,7 +240,7 @@ def test_an_aborting_pause_returns_the_partial_completion(served: Served) -> Non
         await served.engine.resume()
         return call
 
-    call = served.loop.run(abort(), timeout=60)
+    call = served.loop.run(abort())
     assert call.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="wait, keep, abort"):
         served.loop.run(served.engine.pause("sleep"))

@@ -56,11 +56,11 @@ def engine(made: DemoInfo, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with BackgroundLoop() as loop, forks_for_spawns():
         engine = example.start_engine(made.model_dir, loop, tmp_path_factory.mktemp("engine") / "engine.log")
         yield engine
-        loop.run(engine.close(), timeout=30)
+        loop.run(engine.close())
 
 
 def checksums(engine: EmbeddedEngine) -> Checksums:
-    return engine.loop.run(engine.weight_checksums(), timeout=60)
+    return engine.loop.run(engine.weight_checksums())
 
 
 @pytest.fixture(scope="module")

@@ -203,7 +203,7 @@ def engine(demo: DemoInfo, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             log_path=tmp_path_factory.mktemp("engine") / "engine.log",
         )
         yield engine
-        loop.run(engine.close(), timeout=30)
+        loop.run(engine.close())
 
 
 @pytest.fixture(scope="module")

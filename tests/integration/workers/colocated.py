@@ -135,7 +135,7 @@ def sampled(pool: Any, loop: BackgroundLoop) -> list[EngineCall]:
     async def all_of_them() -> list[EngineCall]:
         return await asyncio.gather(*(pool.generate(prompt, SAMPLING) for prompt in PROMPTS))
 
-    return loop.run(all_of_them(), timeout=60)
+    return loop.run(all_of_them())
 
 
 def same_everywhere(pool: Any, loop: BackgroundLoop) -> bool:
