@@ -109,6 +109,19 @@ class VersionSpan:
         return self.version, self.start, self.end
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpan:
+    """Image of a prompt: the token ids `[start, end)` stand for it, and none of them is ever trained."""
+
+    start: int
+    end: int
+    digest: str
+    """SHA-256 of the image, by which its pixels are found (`rollout/media/`)."""
+
+    def shifted(self, by: int) -> ImageSpan:
+        return replace(self, start=self.start + by, end=self.end + by)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingSupport:
     """Tokens kept by truncated sampling (top-p, top-k, min-p), per sampled token.
@@ -543,6 +556,8 @@ class TrainingRow:
     """Support of the trained tokens only, in order."""
     routes: np.ndarray | None = None
     """(at most L, layers, k) unsigned experts of the first tokens of the row; later tokens have none."""
+    images: tuple[ImageSpan, ...] = ()
+    """Images of the row, in the order of their tokens."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "sampling_logprobs", "versions", "turns")}
