@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     GenerationConfig,
@@ -78,6 +79,7 @@ class Role:
 
 
 LANGUAGE_MODEL = Role(AutoModelForCausalLM)
+VISION_LANGUAGE_MODEL = Role(AutoModelForImageTextToText)
 TRUNK = Role(AutoModel, unused=HEADS)
 VALUE_MODEL = Role(AutoModelForTokenClassification)
 REWARD_MODEL = Role(AutoModelForSequenceClassification)

@@ -102,6 +102,7 @@ ROOMS = (
     "rollout/weights",
     "rollout/engine",
     "rollout/models",
+    "rollout/media",
     "rollout/chat",
     "rollout/saved_rollouts.py",
     "rollout/system",

@@ -20,6 +20,7 @@ import torch
 
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.packed_images import ImageSource, PackedImages, packed_images
 from lockstep.trainer.batch.prefixes import Prefix, Stretches, shared, token_keys, whole
 
 NO_ROUTE = -1
@@ -112,6 +113,8 @@ class PackedBatch:
     support_ids: torch.Tensor | None = None
     routes: torch.Tensor | None = None
     """(L, layers, k) int16 experts of each token, `NO_ROUTE` if unknown; None: the model chooses for all tokens."""
+    images: PackedImages | None = None
+    """None: the rows have no images."""
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +127,11 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         names = (field.name for field in fields(self) if field.name != "token_index_T")
         tensors = {name: value for name in names if isinstance(value := getattr(self, name), torch.Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        return replace(
+            self,
+            **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()},
+            images=None if self.images is None else self.images.to(device),
+        )
 
 
 def collate(
@@ -134,6 +141,7 @@ def collate(
     *,
     share_prefixes: bool = False,
     with_routes: bool = True,
+    images: ImageSource | None = None,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Pack `rows[i] for i in indices`, with their trained tokens in that order.
@@ -146,10 +154,12 @@ def collate(
         layout: of the whole step; by default that of `rows`.
         share_prefixes: hold common prefixes once, for attention that supports it (`packed_rows`).
         with_routes: False leaves the routes of the rows out, for a model that routes by itself.
+        images: of the rows; None for a model that sees none.
         device: device of the tensors.
 
     Raises:
-        EvidenceError: only some rows of the pack carry a sampling support, or a support does not fit its row.
+        EvidenceError: only some rows of the pack carry a sampling support, or a support does not fit its row. Or an
+            image is missing, does not fit its row, or has trained tokens.
     """
     if not indices:
         rows, indices, layout = [DUMMY], [0], None
@@ -182,6 +192,7 @@ def collate(
         support_offsets=None if support is None else _int64(support[0]),
         support_ids=None if support is None else _int64(support[1]),
         routes=_routes(pack_rows, stretches) if with_routes else None,
+        images=packed_images(pack_rows, stretches.places, num_tokens=len(stretches.ids), source=images),
     )
     return batch.to(device)
 
@@ -197,7 +208,7 @@ def _stretches(rows: Sequence[TrainingRow], *, share_prefixes: bool, with_routes
     ids = [row.ids for row in rows]
     if not share_prefixes:
         return whole(ids)
-    return shared(ids, [token_keys(row) for row in rows] if with_routes else None)
+    return shared(ids, [token_keys(row, with_routes=with_routes) for row in rows])
 
 
 def pack(row_lengths: Sequence[int], token_budget: int) -> list[list[int]]:

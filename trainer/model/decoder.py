@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,12 +22,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError, TrainingError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.groups.model_settings import ATTENTIONS, ModelConfig
 from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
-from lockstep.trainer.model.layers import autocast, chunked_attention, experts, packed_attention, recurrent, rotary
+from lockstep.trainer.model.layers import (
+    autocast,
+    chunked_attention,
+    experts,
+    packed_attention,
+    recurrent,
+    rotary,
+    vision,
+)
 from lockstep.trainer.model.quantized_base import refuse_quantized
 
 AUTO = "auto"
@@ -79,20 +88,26 @@ def decoder_setup(model: ModelConfig, engine_context: int | None) -> DecoderSetu
 
 
 def packable_config(
-    path: str | Path, *, setting: str, trust_remote_code: bool, has_adapters: bool = False
+    path: str | Path,
+    *,
+    setting: str,
+    trust_remote_code: bool,
+    has_adapters: bool = False,
+    sees_images: bool = False,
 ) -> PreTrainedConfig:
     """Load a model's config, before its weights are read.
 
     Args:
         setting: name of the path's setting, for the error.
         has_adapters: True if only adapters are trained, under which weights may be quantized.
+        sees_images: True if the vision tower is loaded, too.
 
     Raises:
         ConfigError: no config can be loaded, the architecture cannot keep rows apart, or the weights are quantized.
     """
     config = read_config(path, setting=setting, trust_remote_code=trust_remote_code)
     refuse_quantized(config, setting=setting, has_adapters=has_adapters)
-    refuse_architecture(config)
+    refuse_architecture(config, sees_images=sees_images)
     return config
 
 
@@ -103,12 +118,13 @@ def prepare(
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | str | None = None,
     engine_context: int | None = None,
+    sees_images: bool = False,
 ) -> None:
     """Set a model up for packs, in place, and leave it in train mode, which without randomness equals eval mode.
 
     Raises `ConfigError` if rows cannot be kept apart in a pack of this model.
     """
-    refuse_architecture(model.config)
+    refuse_architecture(model.config, sees_images=sees_images)
     chunked_attention.adapt(model)
     refuse_unpackable(model)
     packed_attention.register()
@@ -170,8 +186,16 @@ def can_share_prefixes(module: nn.Module) -> bool:
     )
 
 
-def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:
-    """Return the (L, D) last hidden states of a pack, each row computed as if it were alone."""
+def packed_hidden_states(
+    decoder: PreTrainedModel, packed: PackedBatch, inputs: Mapping[str, Any] | None = None
+) -> torch.Tensor:
+    """Return the (L, D) last hidden states of a pack, each row computed as if it were alone.
+
+    inputs: embeddings of ids and images in place of the ids (`Vision.inputs`). Raises `TrainingError` for images
+    without them.
+    """
+    if packed.images is not None and inputs is None:
+        raise TrainingError(f"a pack has images, and {type(decoder).__name__} was loaded without its vision tower")
     attn_implementation = attention_of(decoder)
     is_packed_rows = attn_implementation == packed_attention.PACKED_ROWS
     assert packed.prefixes is None or is_packed_rows, "shared prefixes need packed_rows: see `can_share_prefixes`"
@@ -189,19 +213,25 @@ def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch
     if any(recurrent.recurrent_layers(decoder)):
         arguments |= recurrent.row_arguments(packed)
     # sdpa, eager: without mask and cache, transformers builds a block-causal mask from restarting position ids.
-    output = decoder(input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, **arguments)
+    plain = {"input_ids": packed.ids[None], "position_ids": packed.position_ids[None]}
+    output = decoder(**(plain if inputs is None else inputs), use_cache=False, **arguments)
     return output.last_hidden_state[0]
 
 
-def refuse_architecture(config: PreTrainedConfig) -> None:
-    """Raise ConfigError if the config alone shows that the model is not a packable decoder."""
+def refuse_architecture(config: PreTrainedConfig, *, sees_images: bool = False) -> None:
+    """Raise ConfigError if the config alone shows that the model is not a packable decoder.
+
+    sees_images: True if the vision tower is loaded, too.
+    """
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise ConfigError(
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
         )
-    if "vision_config" in config.to_dict() and not _leaves_tower_out(config.model_type):
+    if sees_images:
+        vision.refuse_tower(config)
+    elif "vision_config" in config.to_dict() and not _leaves_tower_out(config.model_type):
         is_known = text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.model_type in OF_TEXT
         remedy = "lockstep save-text-model <checkpoint> <directory>, and set model.path to the directory"
         raise ConfigError(

@@ -24,12 +24,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.loading import load_model
-from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
+from lockstep.rollout.models.stored_model import LANGUAGE_MODEL, VISION_LANGUAGE_MODEL
 from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model import decoder
 from lockstep.trainer.model.fused_head import FusedHead
 from lockstep.trainer.model.layers.routing import Routing
+from lockstep.trainer.model.layers.vision import Vision
 from lockstep.trainer.model.logit_tiles import LogitTransform
 from lockstep.trainer.model.lora import add_adapters, is_adapted
 from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
@@ -45,24 +46,38 @@ class Policy(nn.Module):
     """log π(token) and entropy of packed rows. No dropout, so train mode computes what eval mode does."""
 
     def __init__(
-        self, model: PreTrainedModel | PeftModel, *, is_compiled: bool = False, **setup: Unpack[decoder.DecoderSetup]
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        is_compiled: bool = False,
+        sees_images: bool = False,
+        trains_tower: bool = False,
+        **setup: Unpack[decoder.DecoderSetup],
     ) -> None:
         """Wrap a loaded model, with or without adapters. `policy.model` stays usable by itself: saving, generation.
 
-        Raises `ConfigError` if rows cannot be kept apart in a pack of this model, or its head cannot be fused.
+        Args:
+            model: with its vision tower if it sees images.
+            sees_images: True if packs may have images. Then every pack runs the tower (`Vision`).
+            trains_tower: train the tower and its projector, too; by default they are frozen.
+
+        Raises:
+            ConfigError: rows cannot be kept apart in a pack of this model, its head cannot be fused, or it cannot see
+                images.
         """
         super().__init__()
         self.model = model
         self.is_quantized = False
         """True if the checkpoint of the frozen weights is quantized, so that they cannot be merged with adapters."""
         causal_lm = self.causal_lm
-        decoder.prepare(causal_lm, **setup)
+        decoder.prepare(causal_lm, sees_images=sees_images, **setup)
+        self.vision = Vision(causal_lm, is_trained=trains_tower) if sees_images else None
         causal_lm.set_output_embeddings(fused_head(causal_lm))
         self.routing = Routing(causal_lm)
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
         self._compare_head_with_model()
         if is_compiled:
-            decoder.compile_layers(causal_lm)
+            decoder.compile_layers(causal_lm.get_decoder() if sees_images else causal_lm)
 
     @classmethod
     def from_pretrained(
@@ -74,19 +89,25 @@ class Policy(nn.Module):
         trust_remote_code: bool = False,
         setting: str = "model.path",
         lora: LoraConfig | None = None,
+        sees_images: bool = False,
+        trains_tower: bool = False,
         **setup: Unpack[decoder.DecoderSetup],
     ) -> Policy:
         """Load weights from a directory or a hub name, and add the adapters that `lora` asks for.
 
-        setting: name of the path's setting. Raises `ConfigError` without a loadable model that can be a policy, before
-        weights are read if possible.
+        setting: name of the path's setting. Other arguments are those of `Policy`. Raises `ConfigError` without a
+        loadable model that can be a policy, before weights are read if possible.
         """
         has_adapters = lora is not None and lora.rank > 0
         config = decoder.packable_config(
-            path, setting=setting, trust_remote_code=trust_remote_code, has_adapters=has_adapters
+            path,
+            setting=setting,
+            trust_remote_code=trust_remote_code,
+            has_adapters=has_adapters,
+            sees_images=sees_images,
         )
         model = load_model(
-            LANGUAGE_MODEL,
+            VISION_LANGUAGE_MODEL if sees_images else LANGUAGE_MODEL,
             path,
             setting=setting,
             dtype=dtype,
@@ -94,7 +115,13 @@ class Policy(nn.Module):
             config=config,
             dequantizing=loading_arguments(config),
         )
-        policy = cls(add_adapters(model, lora) if lora and has_adapters else model, is_compiled=is_compiled, **setup)
+        policy = cls(
+            add_adapters(model, lora) if lora and has_adapters else model,
+            is_compiled=is_compiled,
+            sees_images=sees_images,
+            trains_tower=trains_tower,
+            **setup,
+        )
         policy.is_quantized = stored_method(config) is not None
         return policy
 
@@ -142,7 +169,8 @@ class Policy(nn.Module):
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """Return the (L, D) last hidden states of the pack, each row computed as if it were alone."""
-        hidden_LD = decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed)
+        inputs = None if self.vision is None else self.vision.inputs(packed)
+        hidden_LD = decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed, inputs)
         self.routing.check_given(packed)
         return hidden_LD
 

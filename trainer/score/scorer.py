@@ -57,7 +57,7 @@ class Scorer:
         """Assign rows (indices) to ranks and packs."""
         num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
         if self._shares_prefixes(batch, rows):
-            keys = [token_keys(batch.rows[row]) if self._with_routes else batch.rows[row].ids for row in rows]
+            keys = [token_keys(batch.rows[row], with_routes=self._with_routes) for row in rows]
             share = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
         else:
             share = plan([len(batch.rows[row]) for row in rows], num_ranks=num_ranks, token_budget=budget)
