@@ -19,29 +19,11 @@ from lockstep.trainer.batch.prefixes import MIN_SHARED
 from lockstep.trainer.model.layers.vision import image_source
 from lockstep.trainer.model.policy import Policy
 from tests.fixtures.models import tiny_qwen3
-from tests.fixtures.vision import PAD, VISION_MODELS, image, image_row, vision_model
+from tests.fixtures.vision import PAD, VISION_MODELS, image, image_row, images_of, rows_of, vision_model
 
 TEMPERATURE = 0.7
 NAMES = list(VISION_MODELS)
 each_model = pytest.mark.parametrize("name", NAMES)
-
-
-def images_of(name: str, dtype: torch.dtype = torch.float32) -> list[PreparedImage]:
-    sizes = [(2, 3), (3, 2), (1, 1), (4, 2)]
-    return [image(name, seed=seed, height=h, width=w, dtype=dtype) for seed, (h, w) in enumerate(sizes)]
-
-
-def rows_of(images: Sequence[PreparedImage]) -> list[TrainingRow]:
-    """Rows of text, of one and of two images, one with an image at its end, and one of two that touch no text."""
-    first, second, smallest, tall = images
-    return [
-        image_row([9], index=0),
-        image_row([4, first, 7], index=1),
-        image_row([3, second, 5, tall, 6], index=2),
-        image_row([17], index=3),
-        image_row([1, smallest, first, 4], index=4),
-        image_row([6, tall, 1], index=5),
-    ]
 
 
 def source_of(policy: Policy, images: Sequence[PreparedImage]) -> ImageSource:
