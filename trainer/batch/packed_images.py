@@ -34,6 +34,8 @@ class ImageSource:
     """Id of every token of an image."""
     merge_size: int | None
     """Patches along a side of a token, for rotary positions in three parts; None: the model has none."""
+    is_bidirectional: bool
+    """Tokens of an image attend to all of it; False: only to those before them, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +48,8 @@ class PackedImages:
     """(K,) int64 positions in the pack that hold tokens of images, ascending."""
     position_ids_3L: torch.Tensor | None
     """(3, L) int64 rotary positions, each row as if it were alone; None: those of the pack."""
+    blocks: tuple[tuple[int, int], ...]
+    """First position in the pack and the end of each image whose tokens attend to all of it, on the host."""
 
     def to(self, device: torch.device | str) -> PackedImages:
         positions = self.position_ids_3L
@@ -88,6 +92,9 @@ def packed_images(
         tensors={name: torch.cat([image.tensors[name] for _, image in in_order]) for name in names},
         token_index_K=torch.from_numpy(np.concatenate([span_place for span_place, _ in in_order])),
         position_ids_3L=torch.from_numpy(positions_3L) if has_grids else None,
+        blocks=tuple((int(span_place[0]), int(span_place[-1]) + 1) for span_place, _ in in_order)
+        if source is not None and source.is_bidirectional
+        else (),
     )
 
 

@@ -292,6 +292,11 @@ def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torc
             f"attn_implementation={requested}: in a pack it counts the chunks and positions of Llama 4 from the first "
             f"row; set model.attn_implementation={packed_attention.PACKED_ROWS}"
         )
+    if requested != packed_attention.PACKED_ROWS and model.config.model_type in vision.BIDIRECTIONAL:
+        raise ConfigError(
+            f"attn_implementation={requested}: it would not let the tokens of an image attend to all of it, as "
+            f"{type(model).__name__} does; set model.attn_implementation={packed_attention.PACKED_ROWS}"
+        )
     if requested.startswith("flash_attention") and not half:
         raise ConfigError(
             f"attn_implementation={requested} needs bfloat16 or float16, found {dtype}: "

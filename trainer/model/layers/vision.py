@@ -7,14 +7,15 @@ Every pass runs the tower, so that all ranks make the same collectives (ZeRO-3 g
 its gradients): a pack without images runs it on one small blank image, of which no feature is used. If the tower is
 trained, its gradient there is exactly zero.
 
-Covered: Qwen2.5-VL. Not covered: video.
+Covered: Qwen2.5-VL; Qwen3-VL, whose tower also adds features to the states of the first layers (DeepStack); Qwen3.5;
+Gemma 3, in which the tokens of an image see all of it. Not covered: video.
 
 Shape legend: _L tokens of the pack, _K tokens of images of the pack, _D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.trainer.batch.packed_images import GRID, ImageSource
 from lockstep.trainer.batch.packing import PackedBatch
 
-MODEL_TYPES = ("qwen2_5_vl",)
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
 """Model types whose images were tested."""
+BIDIRECTIONAL = ("gemma3",)
+"""Model types in which the tokens of an image attend to all of it."""
 
 
 def refuse_tower(config: PreTrainedConfig) -> None:
@@ -41,8 +44,12 @@ def refuse_tower(config: PreTrainedConfig) -> None:
 
 def image_source(config: PreTrainedConfig, images: Mapping[str, PreparedImage]) -> ImageSource:
     """Return images by digest as the packs of this model take them."""
+    settings: Any = config
     return ImageSource(
-        images=images, token_id=config.image_token_id, merge_size=config.vision_config.spatial_merge_size
+        images=images,
+        token_id=settings.image_token_id,
+        merge_size=getattr(settings.vision_config, "spatial_merge_size", None),
+        is_bidirectional=config.model_type in BIDIRECTIONAL,
     )
 
 
@@ -59,29 +66,37 @@ class Vision:
                 part.requires_grad_(is_trained)
 
     def inputs(self, packed: PackedBatch) -> dict[str, Any]:
-        """Return the arguments of the decoder that stand for the ids of a pack: embeddings and positions."""
+        """Return the arguments of the decoder that stand for the ids of a pack: embeddings, positions, DeepStack."""
         images = packed.images
         embeddings_LD = self._decoder.get_input_embeddings()(packed.ids)
         token_index_K = packed.ids.new_zeros(0) if images is None else images.token_index_K
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._is_trained):
-            features_KD = self._features(self._blank(packed.ids.device) if images is None else images.tensors)
-        # Without images K is 0: nothing is copied, but backward reaches the tower.
-        used_KD = features_KD[: len(token_index_K)].to(embeddings_LD.dtype)
-        positions = packed.position_ids[None]
+            output = self._base.get_image_features(
+                **(self._blank(packed.ids.device) if images is None else images.tensors), return_dict=True
+            )
+
+        def used(features: Iterable[Tensor]) -> Tensor:
+            """Return the (K, D) features of image tokens. Without images K is 0, but backward reaches the tower."""
+            return torch.cat(tuple(features))[: len(token_index_K)].to(embeddings_LD.dtype)
+
+        inputs = {
+            "inputs_embeds": embeddings_LD.index_copy(0, token_index_K, used(output.pooler_output))[None],
+            "position_ids": packed.position_ids[None],
+        }
         if images is not None and images.position_ids_3L is not None:
             # transformers reads the rows of a pack from the first part, and rotates by the others.
-            positions = torch.cat([positions, images.position_ids_3L])[:, None]
-        return {"inputs_embeds": embeddings_LD.index_copy(0, token_index_K, used_KD)[None], "position_ids": positions}
-
-    def _features(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the (tokens, D) features of images."""
-        output = self._base.get_image_features(**tensors, return_dict=True)
-        return torch.cat(tuple(output.pooler_output))
+            inputs["position_ids"] = torch.cat([inputs["position_ids"], images.position_ids_3L])[:, None]
+        if (deepstack := getattr(output, "deepstack_features", None)) is not None:
+            is_image_L = torch.zeros_like(packed.ids, dtype=torch.bool).index_fill(0, token_index_K, True)
+            inputs |= {"visual_pos_masks": is_image_L[None], "deepstack_visual_embeds": [*map(used, deepstack)]}
+        return inputs
 
     def _blank(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the smallest image, of one token."""
+        """Return the smallest image of the model."""
         vision = self._base.config.vision_config
-        side = vision.spatial_merge_size
+        side = getattr(vision, "spatial_merge_size", None)
+        if side is None:
+            return {"pixel_values": torch.zeros(1, vision.num_channels, *[vision.image_size] * 2, device=device)}
         values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return {
             "pixel_values": torch.zeros(side**2, values, device=device),

@@ -73,6 +73,10 @@ def alone(name: str, rows: Sequence[TrainingRow], images: Sequence[PreparedImage
 @each_model
 @pytest.mark.parametrize("attention", ["packed_rows", "sdpa", "eager"])
 def test_packed_rows_with_images_score_as_each_row_alone(name: str, attention: str) -> None:
+    if name == "gemma3" and attention != "packed_rows":
+        with pytest.raises(ConfigError, match=f"attn_implementation={attention}.*attend to all of it"):
+            policy_of(name, attn_implementation=attention)
+        return
     images = images_of(name)
     rows = rows_of(images)
     policy = policy_of(name, attn_implementation=attention)
@@ -144,9 +148,13 @@ def assert_equal_gradients(found: dict[str, torch.Tensor | None], expected: dict
     for name, gradient in expected.items():
         ours = found[name]
         assert (ours is None) == (gradient is None), name
-        if ours is not None and gradient is not None:
-            assert gradient.norm() > 0, name
-            assert (ours - gradient).norm() / gradient.norm() < 1e-5, name
+        if ours is None or gradient is None:
+            continue
+        if "vision_tower" in name and name.endswith("k_proj.bias"):  # it adds the same to all scores of a query
+            assert max(ours.norm(), gradient.norm()) < 1e-12, name
+            continue
+        assert gradient.norm() > 1e-12, name
+        assert (ours - gradient).norm() / gradient.norm() < 1e-5, name
 
 
 def is_of_decoder(name: str) -> bool:
@@ -204,11 +212,11 @@ def test_every_pack_runs_the_tower_and_adds_exact_zeros_without_images(name: str
                 assert parameter.grad.any() == bool(packed.images), parameter_name
 
 
-def with_prefixes(images: Sequence[PreparedImage]) -> tuple[list[TrainingRow], list[PreparedImage]]:
+def with_prefixes(name: str, images: Sequence[PreparedImage]) -> tuple[list[TrainingRow], list[PreparedImage]]:
     """Return three rows of a prompt with two images, one whose second image is another, one whose first is; and all
     images."""
     first, second, _, tall = images
-    other = image("qwen2_5_vl", seed=60, height=4, width=2)
+    other = image(name, seed=60, height=4, width=2)
     prompts = [(first, tall)] * 3 + [(first, other), (second, tall)]
     rows = [image_row([MIN_SHARED, one, 3, two, 8], index=index, seed=7) for index, (one, two) in enumerate(prompts)]
     for index, row in enumerate(rows):
@@ -216,15 +224,16 @@ def with_prefixes(images: Sequence[PreparedImage]) -> tuple[list[TrainingRow], l
     return rows, [*images, other]
 
 
-@each_model
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("qwen3_5")])
 def test_shared_prefixes_change_no_score_and_encode_an_image_once(name: str) -> None:
-    rows, images = with_prefixes(images_of(name))
+    rows, images = with_prefixes(name, images_of(name))
     policy = policy_of(name)
     shared, whole = (pack(policy, rows, images, share_prefixes=flag) for flag in (True, False))
     assert shared.images is not None
     assert whole.images is not None
     assert shared.num_tokens < 0.6 * whole.num_tokens
-    counts = [len(packed_images.tensors[GRID]) for packed_images in (shared.images, whole.images)]
+    key = GRID if GRID in whole.images.tensors else "pixel_values"
+    counts = [len(packed_images.tensors[key]) for packed_images in (shared.images, whole.images)]
     assert counts == [5, 10], "the first, two behind it, the second, and one behind that"
     expected = alone(name, rows, images)
     torch.testing.assert_close(score(policy, whole), expected, rtol=0, atol=1e-5)
