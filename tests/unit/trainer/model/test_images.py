@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.rollout.errors import ConfigError, EvidenceError, TrainingError
 from lockstep.rollout.media.prepared_image import PreparedImage
@@ -193,6 +194,19 @@ def test_gradient_checkpointing_changes_no_gradient(name: str) -> None:
 
 
 @each_model
+def test_checkpointing_reaches_the_layers_of_a_trained_tower(name: str) -> None:
+    images = images_of(name)
+    policy = policy_of(name, trains_tower=True, gradient_checkpointing=True)
+    layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    runs: list[int] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *_: runs.append(1))
+    policy(pack(policy, rows_of(images), images))[0].sum().backward()
+    assert len(layers) == 5, "2 of the tower, 3 of the decoder"
+    assert len(runs) == 2 * len(layers), "each layer runs again in backward"
+
+
+@each_model
 @pytest.mark.parametrize("trains_tower", [False, True], ids=["frozen", "trained"])
 def test_every_pack_runs_the_tower_and_adds_exact_zeros_without_images(name: str, trains_tower: bool) -> None:
     images = images_of(name)
@@ -207,6 +221,7 @@ def test_every_pack_runs_the_tower_and_adds_exact_zeros_without_images(name: str
         for parameter_name, parameter in policy.named_parameters():
             if is_of_decoder(parameter_name):
                 continue
+            assert parameter.requires_grad == trains_tower, parameter_name
             assert (parameter.grad is not None) == trains_tower, parameter_name
             if parameter.grad is not None:
                 assert parameter.grad.any() == bool(packed.images), parameter_name
