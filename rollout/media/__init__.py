@@ -1,1 +1,1 @@
-"""Images of prompts."""
+"""Images: files and parts of messages to pixels, and pixels to what a model reads."""

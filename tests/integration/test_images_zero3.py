@@ -33,7 +33,7 @@ def worker(directory: Path, *, trains_tower: bool) -> None:
     from lockstep.trainer.distributed.distributed import skip_deepspeed_builds
     from lockstep.trainer.model.layers.vision import image_source
     from lockstep.trainer.model.policy import Policy
-    from tests.fixtures.vision import adds_alike, images_of, rows_of
+    from tests.fixtures.vision_models import adds_alike, images_of, rows_of
 
     skip_deepspeed_builds()
     name = (directory / "name").read_text()
@@ -91,7 +91,7 @@ def worker(directory: Path, *, trains_tower: bool) -> None:
 
 
 def launch(directory: Path, *, config: str, name: str, trains_tower: bool) -> dict[str, float]:
-    from tests.fixtures.vision import vision_model
+    from tests.fixtures.vision_models import vision_model
 
     vision_model(name).save_pretrained(directory / "model")
     (directory / "name").write_text(name)

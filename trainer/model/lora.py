@@ -7,9 +7,9 @@ rounds the sum to the engine's dtype, in which a small update vanishes. A finish
 `from_pretrained` loads, and the adapter itself in `adapter/` beside its weights. The reference policy is the model with
 adapters disabled.
 
-Covered: linear layers of the decoder, in one process and under DDP, ZeRO-2 and ZeRO-3; rsLoRA; an initial adapter from
-disk. Not covered: adapters on the head or on an embedding tied to it (the engine holds one weight for both), on
-experts, DoRA, dropout (the sampler has none).
+Covered: linear layers of the decoder, not of a vision tower, in one process and under DDP, ZeRO-2 and ZeRO-3; rsLoRA;
+an initial adapter from disk. Not covered: adapters on the head or on an embedding tied to it (the engine holds one
+weight for both), on experts, DoRA, dropout (the sampler has none).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lockstep.trainer.config.groups.model_settings import LoraConfig, ModelConfi
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.families import FAMILIES
+from lockstep.trainer.model.layers.vision import tower_parts
 from lockstep.trainer.model.quantized_base import method_at
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 from lockstep.trainer.setting import typed
@@ -87,6 +88,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number works: peft only divides it by the rank
             lora_dropout=0.0,
             target_modules=default_targets(model) if targets is None else list(targets),
+            exclude_modules=_tower_pattern(model),
             use_rslora=settings.rslora,
             task_type="CAUSAL_LM",
         ),
@@ -268,12 +270,22 @@ def default_targets(model: PreTrainedModel) -> str | list[str]:
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return all linear layers by name. Routers that give several tensors (Llama 4) are none for peft."""
+    """Return all linear layers by name, but those of a vision tower. For peft, routers that give several tensors
+    (Llama 4) are none."""
+    pattern = _tower_pattern(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not isinstance(module, Llama4Router)
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, Llama4Router)
+        and not (pattern and re.fullmatch(pattern, name))
     }
+
+
+def _tower_pattern(model: PreTrainedModel) -> str | None:
+    """Return a pattern of the names of the modules of a vision tower, which gets no adapters; None without one."""
+    names = "|".join(map(re.escape, tower_parts(model)))
+    return rf"{re.escape(model.base_model_prefix)}\.({names})\..*" if names else None
 
 
 def _linear_names(model: PreTrainedModel) -> set[str]:

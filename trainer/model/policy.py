@@ -71,6 +71,8 @@ class Policy(nn.Module):
         """True if the checkpoint of the frozen weights is quantized, so that they cannot be merged with adapters."""
         causal_lm = self.causal_lm
         decoder.prepare(causal_lm, sees_images=sees_images, **setup)
+        if trains_tower and is_adapted(model):
+            raise ConfigError("with adapters the vision tower stays frozen; train it without them (model.lora.rank=0)")
         self.vision = Vision(causal_lm, is_trained=trains_tower) if sees_images else None
         causal_lm.set_output_embeddings(fused_head(causal_lm))
         self.routing = Routing(causal_lm)

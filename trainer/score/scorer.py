@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.trainer.batch.assignment import Plan, plan
+from lockstep.trainer.batch.packed_images import ImageSource
 from lockstep.trainer.batch.packing import PackedBatch, collate, row_places
 from lockstep.trainer.batch.prefix_bundles import plan_bundles
 from lockstep.trainer.batch.prefixes import token_keys
@@ -40,15 +41,18 @@ class Scorer:
         token_budget: int,
         share_prefixes: str = "auto",
         with_routes: bool = True,
+        images: ImageSource | None = None,
     ) -> None:
         """module: policy from `Distributed.prepare` or `prepare_frozen`. share_prefixes: the setting.
 
         with_routes: False for a model that chooses its experts itself, although the rows carry routes.
+        images: of the rows; None for a model that sees none.
         """
         self._module = module
         self._distributed = distributed
         self._temperature = temperature
         self._with_routes = with_routes
+        self._images = images
         shares = share_prefixes != "never" and can_share_prefixes(module)
         self._longest_shared = longest_shared(module) if shares else 0
         self.budget = TokenBudget(token_budget, distributed)
@@ -74,6 +78,7 @@ class Scorer:
             batch.layout,
             share_prefixes=self._shares_prefixes(batch, pack),
             with_routes=self._with_routes,
+            images=self._images,
             device=self._distributed.device,
         )
 

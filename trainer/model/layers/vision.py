@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.rollout.errors import ConfigError
@@ -53,6 +53,12 @@ def image_source(config: PreTrainedConfig, images: Mapping[str, PreparedImage]) 
     )
 
 
+def tower_parts(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the tower and its projector, by their names in the base model; of a text model none."""
+    base, decoder = model.base_model, model.get_decoder()
+    return {} if base is decoder else {name: part for name, part in base.named_children() if part is not decoder}
+
+
 class Vision:
     """Tower and projector of a model, which stay modules of the model."""
 
@@ -61,9 +67,8 @@ class Vision:
         self._base: Any = model.base_model
         self._decoder: Any = model.get_decoder()
         self._is_trained = is_trained
-        for part in self._base.children():
-            if part is not self._decoder:
-                part.requires_grad_(is_trained)
+        for part in tower_parts(model).values():
+            part.requires_grad_(is_trained)
 
     def inputs(self, packed: PackedBatch) -> dict[str, Any]:
         """Return the arguments of the decoder that stand for the ids of a pack: embeddings, positions, DeepStack."""

@@ -13,14 +13,28 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.rollout.errors import ConfigError, EvidenceError, TrainingError
 from lockstep.rollout.media.prepared_image import PreparedImage
-from lockstep.rollout.records import TrainingRow
+from lockstep.rollout.records import EngineCall, FinishReason, Rollout, TrainingRow
 from lockstep.trainer.batch.packed_images import GRID, ImageSource
 from lockstep.trainer.batch.packing import PackedBatch, collate
 from lockstep.trainer.batch.prefixes import MIN_SHARED
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model.layers.vision import image_source
+from lockstep.trainer.model.lora import add_adapters
 from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.score.scorer import Scorer
+from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3
-from tests.fixtures.vision import PAD, VISION_MODELS, adds_alike, image, image_row, images_of, rows_of, vision_model
+from tests.fixtures.vision_models import (
+    PAD,
+    VISION_MODELS,
+    adds_alike,
+    image,
+    image_row,
+    images_of,
+    rows_of,
+    vision_model,
+)
 
 TEMPERATURE = 0.7
 NAMES = list(VISION_MODELS)
@@ -253,6 +267,39 @@ def test_shared_prefixes_change_no_score_and_encode_an_image_once(name: str) -> 
     expected = alone(name, rows, images)
     torch.testing.assert_close(score(policy, whole), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(score(policy, shared), expected, rtol=0, atol=1e-5)
+
+
+def test_a_scorer_packs_the_images_of_its_rows() -> None:
+    rows, images = with_prefixes("qwen2_5_vl", images_of("qwen2_5_vl"))
+    call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), finish_reason=FinishReason.STOP)
+    rollouts = [Rollout(rollout_id=row.rollout_id, group_id=0, calls=(call,)) for row in rows]
+    batch = replace(StepBatch.of(rollouts, mask_truncated=False), rows=tuple(rows))
+    policy = policy_of("qwen2_5_vl")
+    source = source_of(policy, images)
+    expected = alone("qwen2_5_vl", rows, images)
+    for share in ("auto", "never"):
+        scorer = Scorer(
+            policy, FakeRank(policy), temperature=TEMPERATURE, token_budget=100, share_prefixes=share, images=source
+        )
+        torch.testing.assert_close(scorer.score(batch), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("targets", [None, ("q_proj",)])
+def test_adapters_are_on_the_decoder_alone(name: str, targets: tuple[str, ...] | None) -> None:
+    images = images_of(name)
+    rows = rows_of(images)
+    adapted = add_adapters(vision_model(name), LoraConfig(rank=2, target_modules=targets))
+    policy = Policy(adapted, sees_images=True)
+    found = policy(pack(policy, rows, images), temperature=TEMPERATURE)[0]
+    torch.testing.assert_close(found.detach(), alone(name, rows, images), rtol=0, atol=1e-5)
+    found.sum().backward()
+    trained = [parameter for parameter, value in policy.named_parameters() if value.grad is not None]
+    assert trained == [parameter for parameter, _ in policy.named_parameters() if "lora_" in parameter]
+    assert trained
+    assert all(map(is_of_decoder, trained))
+    with pytest.raises(ConfigError, match="tower stays frozen"):
+        Policy(adapted, sees_images=True, trains_tower=True)
 
 
 def test_a_bare_image_token_is_text() -> None:
