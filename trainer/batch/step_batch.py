@@ -210,7 +210,7 @@ def _batch_arrays() -> list[str]:
 
 
 def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         name: np.concatenate([np.asarray(getattr(row, name), dtype=dtype) for row in rows] or [np.zeros(0, dtype)])
         for name, dtype in ROW_ARRAYS.items()
     }
