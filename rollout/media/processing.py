@@ -66,7 +66,7 @@ _QWEN = Family(
     placeholder="<|image_pad|>",
     written="<|image_pad|>",
 )
-FAMILIES = {"qwen2_5_vl": _QWEN}
+FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
 """By the model type of config.json."""
 
 

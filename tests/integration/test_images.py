@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,12 @@ from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.conversation import CallRecord, Conversation
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import EngineError, EvidenceError
-from lockstep.rollout.media.processing import ImageProcessing, image_parts
+from lockstep.rollout.media.processing import FAMILIES, ImageProcessing, image_parts
 from lockstep.rollout.records import EngineCall, ImageSpan, PromptIds
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.sync import WeightSync
 from tests.fixtures.forked_python import forks_for_spawns
-from tests.fixtures.vision import full_logprobs, image_processing, picture, save_tiny_qwen2_5_vl
+from tests.fixtures.vision import full_logprobs, image_processing, picture, save_tiny
 
 BOUND = 1e-5
 """Largest difference of two float32 programs that compute the same [nats]."""
@@ -48,10 +49,9 @@ class Seeing:
         return float((torch.tensor(call.sampled_logprobs) - expected).abs().max())
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
-    directory = tmp_path_factory.mktemp("qwen2_5_vl")
-    save_tiny_qwen2_5_vl(directory)
+@pytest.fixture(scope="module", params=FAMILIES)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    directory = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
     images = image_processing(directory)
     settings = EngineSettings(model=directory, max_model_len=320, max_images=3, kv_cache_gib=0.0625, num_threads=1)
     with BackgroundLoop() as loop:
@@ -84,18 +84,23 @@ def test_sampled_tokens_have_the_logprobs_of_the_whole_model(seeing: Seeing, num
 
 
 def test_an_image_of_a_tool_in_turn_2_and_its_rows(seeing: Seeing) -> None:
-    async def play() -> list[EngineCall]:
+    async def play(seed: int) -> list[EngineCall]:
         record = CallRecord(
             engine=seeing.engine, chat=seeing.chat, sampling=Sampling(max_tokens=5, ignore_eos=True), seed=1
         )
-        conversation = Conversation(record, [asks(1)], (), seed=2)
+        conversation = Conversation(record, [asks(1)], (), seed=seed)
         await conversation.ask()
         await conversation.ask([asks(2, role="tool")])
         parts = [part for message in conversation.messages for part in image_parts(message)]
         assert [part.keys() for part in parts] == [{"type", "digest"}] * 2
         return record.calls
 
-    first, second = seeing.loop.run(play())
+    for seed in range(20):
+        with suppress(EvidenceError):  # of a sampled image token, which random weights make likely
+            first, second = seeing.loop.run(play(seed))
+            break
+    else:
+        pytest.fail("every turn had an image token")
     assert (len(first.images), len(second.images)) == (1, 2)
     assert second.prompt_ids[: len(first.all_ids)] == first.all_ids
     assert second.images[:1] == first.images

@@ -13,7 +13,7 @@ from lockstep.rollout.errors import TemplateError
 from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.records import EngineCall, FinishReason, PromptIds
 from tests.fixtures.tokenizers import chat_tokenizer
-from tests.fixtures.vision import image_processing, picture, save_tiny_qwen2_5_vl
+from tests.fixtures.vision import image_processing, picture, save_tiny
 
 FIRST, SECOND = picture(1), picture(2, 112, 56)
 TOKENIZER = chat_tokenizer("qwen2_5_vl")
@@ -23,7 +23,7 @@ PAD = TOKENIZER.get_vocab()["<|image_pad|>"]
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     directory = tmp_path_factory.mktemp("qwen2_5_vl")
-    save_tiny_qwen2_5_vl(directory)
+    save_tiny("qwen2_5_vl", directory)
     return Chat.from_pretrained(directory, images=image_processing(directory))
 
 

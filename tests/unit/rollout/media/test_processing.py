@@ -13,13 +13,13 @@ from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.media.processing import ImageProcessing, image_parts
 from lockstep.rollout.media.store import ImageStore
 from tests.fixtures.models import save_tiny_model
-from tests.fixtures.vision import image_processing, picture, save_tiny_qwen2_5_vl
+from tests.fixtures.vision import image_processing, picture, save_tiny
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("qwen2_5_vl")
-    save_tiny_qwen2_5_vl(directory)
+    save_tiny("qwen2_5_vl", directory)
     return directory
 
 
@@ -89,7 +89,7 @@ def test_an_unknown_digest_is_refused(images: ImageProcessing) -> None:
 
 
 def test_models_without_images_or_their_files_are_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"images are not supported for model type qwen3, only for qwen2_5_vl"):
+    with pytest.raises(ConfigError, match=r"images are not supported for model type qwen3, only for qwen2_5_vl, "):
         ImageProcessing.from_pretrained(save_tiny_model(tmp_path / "text", tied=True), store=ImageStore())
     without = Path(shutil.copytree(model, tmp_path / "without"))
     for name in ("preprocessor_config.json", "processor_config.json"):
