@@ -120,6 +120,9 @@ def test_files_hold_images_by_their_digests(tmp_path: Path) -> None:
     assert read == rollout
     assert [call.images for call in read.calls] == [call.images for call in conversation()]
     assert read.messages[0]["content"] == content
+    example = {"image": {"bytes": bytes(999), "path": None}}
+    write_rollouts(tmp_path / "e.jsonl", [Rollout(rollout_id=0, group_id=0, calls=rollout.calls, example=example)])
+    assert next(read_rollouts(tmp_path / "e.jsonl")).example["image"]["bytes"] == "<999 bytes>"
     assert "images" not in to_json(a_rollout(a_call([1], [2])))["calls"][0]
     damaged = json.loads((tmp_path / "r.jsonl").read_text())
     damaged["calls"][0]["images"][0][1] = 99

@@ -97,6 +97,14 @@ def test_a_call_and_its_answer_arrive_unchanged(loop: BackgroundLoop, own: FakeE
     assert (peer.dtype, peer.vocab_size, peer.max_model_len) == (torch.bfloat16, 512, 64)
 
 
+def test_images_are_refused_and_not_dropped(loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine) -> None:
+    images = [ImageSpan(start=0, end=1, digest="0" * 64)]
+    for call in (peer.generate((1, 2), SAMPLING, images), peer.score([1, 2], images)):
+        with pytest.raises(EngineError, match="the engine of rank 1 does not take images"):
+            loop.run(call)
+    assert own.asked == []
+
+
 @pytest.mark.parametrize("kind", [EngineError, RequestError, EvidenceError])
 def test_an_error_keeps_its_type_and_names_the_rank(
     loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine, kind: type[Exception]
