@@ -77,8 +77,8 @@ class ImageProcessing:
         """Ids that a model must not sample."""
         if config.image_token_id != self.image_token_id:
             raise ConfigError(
-                f"config.json has the image token {config.image_token_id}, and {family.image_token} of the tokenizer is "
-                f"{self.image_token_id}; take both from one checkpoint"
+                f"config.json has the image token {config.image_token_id}, and {family.image_token} of the tokenizer "
+                f"is {self.image_token_id}; take both from one checkpoint"
             )
         self.prepared = functools.lru_cache(maxsize=KEPT_TENSORS)(self._prepared)
         """Return the `PreparedImage` of a digest. Raises `DataError` for an unknown one, `TemplateError` for an image

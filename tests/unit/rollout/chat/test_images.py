@@ -123,7 +123,7 @@ def test_an_extension_keeps_the_images_and_adds_those_of_new_messages(chat: Chat
 
 
 def test_a_template_that_drops_images_is_refused(chat: Chat) -> None:
-    template = TOKENIZER.chat_template.replace("<|image_pad|>", "")
+    template = str(TOKENIZER.chat_template).replace("<|image_pad|>", "")
     blind = Chat(chat_tokenizer("qwen2_5_vl", template=template), images=chat.images)
     with pytest.raises(TemplateError, match="writes 0 placeholders for 1 images"):
         blind.prompt([user(image())])
