@@ -110,9 +110,9 @@ def _halves(rollout: Rollout, conversational: bool | None) -> tuple[Any, Any]:
     is_text = any(isinstance(value, str) and (column is not None or value == question) for value in values)
     if is_text if conversational is None else not conversational:
         return str(question or ""), sampled_text(rollout)
-    turns = normalize_messages(rollout.completion)
+    turns = normalize_messages(rollout.completion, sees_images=True)
     if not any(turn.get("tool_calls") for turn in turns):
-        turns = [{**turn, "content": _content(turn)} for turn in turns]
+        turns = [{**turn, "content": _content(turn)} if isinstance(turn["content"], str) else turn for turn in turns]
     return [copy.deepcopy(dict(message)) for message in rollout.prompt], turns
 
 

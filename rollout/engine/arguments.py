@@ -74,7 +74,11 @@ def engine_arguments(settings: EngineSettings, *, is_cpu: bool) -> dict[str, Any
         overrides |= {"conv_dim": text.hidden_size, "block_dim": text.hidden_size}
     overrides |= _as_transformers(path, text, is_cpu=is_cpu)
     if hasattr(config, "vision_config"):
-        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # leaves out the vision tower, which is not trained
+        # Without images the vision tower is left out.
+        arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
+        if settings.max_images:
+            # Each request brings its tensors, and they are normalized already.
+            arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
     is_multimodal = hasattr(config, "vision_config") or text.model_type.startswith("qwen3_5")
     if is_multimodal and find_spec("torchvision") is None:
         raise ConfigError(

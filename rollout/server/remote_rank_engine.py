@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from lockstep.rollout.engine.engine_answers import integer, number
+from lockstep.rollout.engine.engine_answers import integer, number, refuse_images
 from lockstep.rollout.engine.protocol import PooledEngine, Sampling
 from lockstep.rollout.engine.token_scores import TokenScores
 from lockstep.rollout.errors import EngineError, EvidenceError, error_named
-from lockstep.rollout.records import EngineCall
+from lockstep.rollout.records import EngineCall, ImageSpan
 from lockstep.rollout.saved_rollouts import call_from_json, call_to_json
 from lockstep.rollout.server.client import ServerClient
 from lockstep.rollout.server.generate_route import decode_array, encode_array
@@ -120,14 +120,18 @@ class RemoteRankEngine:
         self.vocab_size: int = facts["vocab_size"]
         self.max_model_len: int = facts["max_model_len"]
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
+        refuse_images(images, source=self.name)
         body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling)}
         return call_from_json(await self._ask("/generate", body))
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        return (await self.score_ranked(ids))[0]
+    async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
+        return (await self.score_ranked(ids, images))[0]
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
+        refuse_images(images, source=self.name)
         answer = await self._ask("/score", {"ids": list(ids)})
         try:
             scores, ranks = answer

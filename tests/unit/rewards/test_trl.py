@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -58,6 +59,17 @@ def test_a_malformed_answer_of_a_batch_function_is_typed(value, outcome):
     assert scored[1].status is RolloutStatus.FAILED
     assert f"{outcome}" in (scored[1].error or "")
     assert rewards.take_metrics()[f"reward/errors/{outcome}"] >= 1
+
+
+def test_a_trl_function_reads_messages_with_images_in_parts():
+    seen = {}
+    image = {"type": "image", "digest": "0" * 64}
+    shown = {"role": "tool", "content": [{"type": "text", "text": "see"}, image]}
+    given = rollout("7")
+    given = replace(given, messages=(*given.messages, shown), call_messages=(1,))
+    reward = from_trl(lambda completions: seen.update(completions=completions) or [1.0], conversational=True)
+    assert score(RewardSet([Reward(name="trl", function=reward)]), [given])[0].reward == 1.0
+    assert seen["completions"] == [[{"role": "assistant", "content": "7"}, shown]]
 
 
 def test_async_trl_functions_and_texts():

@@ -1,0 +1,100 @@
+"""Images in parts of messages: read, decoded within limits, and named by a digest of their pixels.
+
+    {"type": "image", "image": <path, bytes, PIL image, data URL, or the {"bytes", "path"} of a `datasets` column>}
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}     OpenAI's form
+    {"type": "image", "digest": ...}                                             one that is in the store already
+
+Nothing is downloaded: a prompt must not depend on what another machine answers today.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from lockstep.rollout.errors import TemplateError
+from lockstep.rollout.safe_text import error_text
+
+MAX_IMAGE_BYTES = 64 * 2**20
+"""Size limit of an encoded image."""
+MAX_PIXELS = 64 * 2**20
+"""Limit of a decoded image: 192 MiB. A small file may decode to gigabytes."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are decoded. PIL knows others, some of which start programs."""
+
+
+def image_digest(image: Image.Image) -> str:
+    """Return the SHA-256 of an RGB image: of its size and its decoded pixels.
+
+    The same picture in two files, or in two formats without loss, is one image.
+    """
+    digest = hashlib.sha256(f"{image.width}x{image.height} RGB\n".encode())
+    digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
+def read_image(part: Mapping[str, Any], place: str) -> Image.Image:
+    """Return the image of a part as RGB, turned as its EXIF orientation says; of an animation the first frame.
+
+    Transparency is dropped. Raises `TemplateError`, which begins with `place`, for an image that cannot be read, is
+    too large, or has a remote address.
+    """
+    value = part.get(str(part.get("type")))
+    if isinstance(value, Mapping) and part.get("type") == "image_url":
+        value = value.get("url")
+    if isinstance(value, Mapping):
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    try:
+        if isinstance(value, Image.Image):
+            return _as_rgb(value)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return _decoded(bytes(value))
+        if isinstance(value, str | Path):
+            return _decoded(_bytes_at(value))
+    except (OSError, ValueError, SyntaxError, MemoryError, OverflowError, Image.DecompressionBombError) as error:
+        raise TemplateError(f"{place}: the image cannot be read: {error_text(error)}") from error
+    raise TemplateError(
+        f"{place}: the image is of type {type(value).__name__}; expected a path, bytes, a PIL image, or a data URL"
+    )
+
+
+def _bytes_at(address: str | Path) -> bytes:
+    """Return what a data URL holds, or the file of a path. Raises ValueError or OSError."""
+    text = str(address)
+    if text.startswith("data:"):
+        header, comma, data = text.partition(",")
+        if not comma or not header.endswith(";base64"):
+            raise ValueError("its data URL is not base64; expected data:image/png;base64,...")
+        if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+            raise ValueError(f"its data URL has {len(data)} characters, more than {MAX_IMAGE_BYTES} bytes encode to")
+        try:
+            return base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"its data URL is not base64 ({error})") from error
+    scheme, separator, _ = text.partition("://")
+    if separator and isinstance(address, str):
+        raise ValueError(f"{scheme}:// addresses are not fetched; give a local path, bytes, or a data URL")
+    with Path(text).open("rb") as file:
+        return file.read(MAX_IMAGE_BYTES + 1)
+
+
+def _decoded(data: bytes) -> Image.Image:
+    if len(data) > MAX_IMAGE_BYTES:
+        raise ValueError(f"its file is larger than {MAX_IMAGE_BYTES} bytes")
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        return _as_rgb(image)
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """Return a copy. Only the header of a file has been read so far, so a size beyond the limit costs nothing."""
+    if not 0 < image.width * image.height <= MAX_PIXELS:
+        raise ValueError(f"it has {image.width} x {image.height} pixels, expected 1 to {MAX_PIXELS}")
+    rgb = ImageOps.exif_transpose(image).convert("RGB")
+    return Image.frombytes("RGB", rgb.size, rgb.tobytes())  # without metadata and a link to the file
