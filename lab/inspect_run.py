@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -15,18 +18,50 @@ from lockstep.rollout.records import Rollout
 from lockstep.rollout.safe_text import print_error, terminal_safe
 from lockstep.rollout.saved_rollouts import read_newest_rollouts, read_rollouts
 from lockstep.rollout.system.plain_files import behind_link
-from lockstep.trainer.observe.console import RunConsole
+from lockstep.trainer.observe.console import COLUMNS, RunConsole
 from lockstep.trainer.observe.metrics_log import read_metrics
 
+LINE = {column.key for column in COLUMNS if not column.is_stage}
+"""Metrics of the lines of the console."""
 
-def show_run(run: Path, *, step: int | None, rollout_id: int | None, with_tokens: bool) -> int:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Rollouts of a step to show; by default its best and its worst."""
+
+    rollout_id: int | None = None
+    best: int = 0
+    """Number of those with the highest rewards."""
+    worst: int = 0
+    failed: bool = False
+    """True for all that were not trained because something failed."""
+
+    def of(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the selected rollouts: the best, the worst, then those that failed, each once."""
+        if self.rollout_id is not None:
+            return [rollout for rollout in rollouts if rollout.rollout_id == self.rollout_id]
+        if not (self.best or self.worst or self.failed):
+            ranking = sorted(rollouts, key=lambda rollout: rollout.reward)
+            return [ranking[-1], ranking[0]] if len(ranking) > 1 else ranking
+        ranking = sorted(filter(attrgetter("is_trainable"), rollouts), key=lambda rollout: rollout.reward)
+        best, worst = ranking[::-1][: self.best], ranking[: self.worst]
+        lost = [rollout for rollout in rollouts if self.failed and not rollout.is_trainable]
+        return list({rollout.rollout_id: rollout for rollout in (*best, *worst, *lost)}.values())
+
+
+def is_frequent(metric: str) -> bool:
+    """Return True for the metrics that are shown unless all are asked for: of the console's lines, rewards, tools."""
+    return (
+        metric in LINE
+        or metric.startswith("environment/")
+        or (metric.startswith("reward/") and metric.endswith("/mean"))
+    )
+
+
+def show_run(run: Path, *, step: int | None, selection: Selection, all_metrics: bool, with_tokens: bool) -> int:
     """Print the metrics of a step and some of its rollouts. Returns the exit status: 2 if none are saved.
 
-    Args:
-        step: update; None: the newest with saved rollouts.
-        rollout_id: None: the best and the worst.
-
-    Raises `LockstepError`: files that cannot be read.
+    step: update; None: the newest with saved rollouts. Raises `LockstepError`: files that cannot be read.
     """
     console = Console(highlight=False)
     run = behind_link(run)
@@ -46,15 +81,16 @@ def show_run(run: Path, *, step: int | None, rollout_id: int | None, with_tokens
     title = Text(f"{terminal_safe(run.resolve().name)}, update {update}")
     table = Table(title=title, show_header=False)
     for name, value in metrics.items():
-        if "/" in name and value is not None:
+        if "/" in name and value is not None and (all_metrics or is_frequent(name)):
             table.add_row(Text(terminal_safe(name)), f"{value:.6g}")
+    num_hidden = 0 if all_metrics else sum("/" in name and not is_frequent(name) for name in metrics)
+    table.caption = f"{num_hidden} more with --metrics" if num_hidden else None
     console.print(table)
 
-    ranking = sorted(rollouts, key=lambda rollout: rollout.reward)
-    selection = [ranking[-1], ranking[0]] if len(ranking) > 1 else ranking
-    if rollout_id is not None:
-        selection = [rollout for rollout in rollouts if rollout.rollout_id == rollout_id]
-    for rollout in selection:
+    shown_rollouts = selection.of(rollouts)
+    if not shown_rollouts:
+        console.print(f"none of the {len(rollouts)} rollouts of this step is one of those")
+    for rollout in shown_rollouts:
         RunConsole(enabled=True, total_updates=0).sample(rollout)
         if with_tokens:
             _print_tokens(console, rollout, run)

@@ -1,4 +1,9 @@
-"""The importable name of Lockstep. Its packages are links to the folders beside this one."""
+"""GRPO and PPO for language models on the Hugging Face stack, with vLLM rollouts: `lockstep.train(model=..., data=rows,
+rewards=[f], updates=40)` trains and returns a `Run`. `configure` checks the same arguments, `stop` ends the run of this
+process after its update, a mistake raises `ConfigError`, and environments answer with a `Step`: see docs/python.md.
+
+The packages in here are links to the folders beside this one.
+"""
 
 import os
 import sys
@@ -7,7 +12,7 @@ from typing import TYPE_CHECKING
 from lockstep import cuda_builds
 
 if TYPE_CHECKING:
-    from lockstep.api import Run, configure, stop, train
+    from lockstep.api import ConfigError, Run, Step, __version__, configure, stop, train
 
 # `python scripts/train.py` puts scripts/ first, where a user's `import evaluate` would find Lockstep's script.
 _SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "scripts")
@@ -15,7 +20,7 @@ sys.path[:] = [path for path in sys.path if not path or os.path.realpath(path) !
 
 cuda_builds.install()
 
-__all__ = ["Run", "configure", "stop", "train"]
+__all__ = ["ConfigError", "Run", "Step", "__version__", "configure", "stop", "train"]
 
 
 def __getattr__(name: str) -> object:
@@ -25,3 +30,7 @@ def __getattr__(name: str) -> object:
 
         return getattr(api, name)
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__", "__file__", "__name__", "__path__"]

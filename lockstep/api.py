@@ -8,23 +8,28 @@ start.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.arguments import Arguments
-from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.user_functions import COPY, keep
+from lockstep.arguments import Arguments, refuse_no_reward
+from lockstep.python_words import CALLBACKS, in_python
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.system.user_functions import COPY, is_object, keep, name_of, object_named
 from lockstep.trainer.cli import composed, end_with_launcher, explain
 from lockstep.trainer.command_line import SUFFIXES, called_with
+from lockstep.trainer.config.hints import brief
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.settings_file import of_content, settings_file
@@ -33,9 +38,23 @@ if TYPE_CHECKING:
     from lockstep.rollout.records import Rollout
     from lockstep.trainer.observe.step_metrics import StepReport
 
+    __version__: str
+
+__all__ = ["ConfigError", "Run", "Step", "__version__", "configure", "stop", "train"]
 CALL = Path("lockstep.train(...)")
 """Name in errors, in place of that of a settings file."""
+INTERRUPTED = (
+    "the run was ended at once, because it had no update to finish, or by a second interrupt; if it has saved a "
+    "checkpoint, lockstep.Run('<its directory>').resume() goes on from there"
+)
 _stop = threading.Event()
+
+
+def __getattr__(name: str) -> str:
+    """Return the version when it is asked for: folders on the path of Python may have none."""
+    if name == "__version__":
+        return version("lockstep-rl")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Run:
@@ -77,17 +96,25 @@ class Run:
         """Return the rollouts of an update, if `logger.save_rollouts` is on. Raises `DataError` and OSError."""
         from lockstep.rollout.saved_rollouts import read_rollouts
 
-        return list(read_rollouts(self.directory / "rollouts" / f"step-{update:06d}.jsonl"))
+        folder = self.directory / "rollouts"
+        file = folder / f"step-{update:06d}.jsonl"
+        if not file.is_file():
+            updates = sorted(int(one.stem.removeprefix("step-")) for one in folder.glob("step-*.jsonl"))
+            saved = ", ".join(map(str, updates)) or "none; logger={'save_rollouts': True} saves them"
+            raise DataError(f"{self.directory} has no rollouts of update {update}; it has those of {brief(saved)}")
+        return list(read_rollouts(file))
 
-    def resume(self, **settings: Any) -> Run:
-        """Go on from the last checkpoint, for example with `updates=80`, and return the run.
+    @in_python()
+    def resume(self, **arguments: Any) -> Run:
+        """Go on from the last checkpoint, and return the run. arguments: changes, for example `updates=80`.
 
         Raises as `train`, which also takes `resume="auto", run_name=...` and the same objects in another process.
         """
         keep(self._objects)
+        callbacks = {**self._callbacks, **{name: arguments.pop(name) for name in CALLBACKS if name in arguments}}
         place = {"run_root": str(self.directory.parent), "run_name": self.directory.name, "resume": "auto"}
-        content, objects = _content({**settings, **place})
-        return _train(content, {**self._objects, **objects}, self._callbacks)
+        content, objects = _content({**arguments, **place})
+        return _train(content, {**self._objects, **objects}, callbacks)
 
     def _repr_html_(self) -> str:
         """Return the curves of the run, for notebooks."""
@@ -96,6 +123,7 @@ class Run:
         return picture(self.directory.name, self.history)
 
 
+@in_python()
 def train(
     config: Config | str | Path | None = None,
     *,
@@ -103,6 +131,7 @@ def train(
     tokenizer: Any = None,
     data: Any = None,
     heldout: Any = None,
+    columns: Mapping[str, str | None] | None = None,
     rewards: Any = None,
     tools: Sequence[Callable[..., Any]] = (),
     on_step: Callable[[StepReport], Any] | None = None,
@@ -118,6 +147,7 @@ def train(
         data: path, id of the hub or preset, a `datasets.Dataset`, a list of dictionaries, or a function that yields
             them.
         heldout: the same, for evaluation.
+        columns: columns of the rows by the names that are read here, for example `{"prompt": "question"}`.
         rewards: reward function or a list: names of built-in ones, `path/to/file.py:name`, or functions; a dictionary
             from them to their weights.
         tools: functions that the model may call.
@@ -131,7 +161,8 @@ def train(
     Raises `ConfigError` before anything heavy starts, and the other errors of `lockstep.rollout.errors`.
     """
     callbacks = {"on_step": on_step, "on_rollout": on_rollout, "on_evaluation": on_evaluation}
-    defaults = {"model": model, "tokenizer": tokenizer, "data": data, "heldout": heldout, "rewards": rewards}
+    defaults = {"model": model, "tokenizer": tokenizer, "data": data, "heldout": heldout, "columns": columns}
+    defaults["rewards"] = rewards
     arguments = {name: value for name, value in defaults.items() if value is not None}
     if isinstance(config, Config):
         names = [*arguments, *settings, *(["tools"] if tools else [])]
@@ -144,6 +175,7 @@ def train(
     return _train(content, objects, callbacks)
 
 
+@in_python()
 def configure(config: str | Path | None = None, **arguments: Any) -> Config:
     """Return the checked configuration that `train` would use, to look at or to change. Arguments as those of `train`,
     without callbacks. Raises `ConfigError`."""
@@ -166,13 +198,32 @@ def _run(config: Config, words: Sequence[str], objects: Mapping[str, Any], callb
     if config.dry_run:
         raise ConfigError("found dry_run=True, which only the command takes; type: lockstep train ... dry_run=true")
     functions = {name: function for name, function in callbacks.items() if function is not None}
+    for name, function in functions.items():
+        _refuse_other_parameters(name, function)
     end_with_launcher()
     _stop.clear()
     with called_with(words), _own_signals():
-        directory = run(
-            config, callbacks=Callbacks(stops=_stop.is_set, ends_process=False, **_with_picture(config, functions))
-        )
+        own_callbacks = Callbacks(stops=_stop.is_set, ends_process=False, **_with_picture(config, functions))
+        try:
+            directory = run(config, callbacks=own_callbacks)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(INTERRUPTED) from None
     return Run(directory, objects, callbacks)
+
+
+def _refuse_other_parameters(name: str, function: Any) -> None:
+    """Raise `ConfigError` for a callback that cannot be called with what it gets."""
+    if not callable(function):
+        raise ConfigError(f"{name}: found {type(function).__name__}, expected a function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a built-in
+        return
+    try:
+        signature.bind(*CALLBACKS[name])
+    except TypeError:
+        own = getattr(function, "__name__", "function")
+        raise ConfigError(f"{name}: found {own}{signature}, expected def {own}({', '.join(CALLBACKS[name])})") from None
 
 
 def _with_picture(config: Config, callbacks: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,8 +293,11 @@ def _content(arguments: Mapping[str, Any], file: str | Path | None = None) -> tu
     conversion = Arguments()
     content = conversion.content(arguments, below)
     keep(conversion.objects)
-    for spec in content.get("reward", {}).get("functions", ()) if conversion.reward_prefix == COPY else ():
-        from lockstep.rewards.workers.copies import pickled
+    for spec in content.get("reward", {}).get("functions", ()):
+        if spec.startswith(COPY):
+            from lockstep.rewards.workers.copies import pickled
 
-        pickled(spec)  # says at once what cannot cross
+            pickled(spec)  # says at once what cannot cross
+        if is_object(spec):
+            refuse_no_reward(name_of(spec), object_named(spec), content["reward"].get("settings", {}))
     return content, conversion.objects

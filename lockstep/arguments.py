@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import hashlib
+import inspect
 import re
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.rollout.errors import ConfigError
+from lockstep.python_words import ARGUMENTS, refuse_unknown
+from lockstep.rewards.signatures import adapt
+from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.system.user_functions import COPY, OBJECT
 from lockstep.trainer.compose import preset_names
+from lockstep.trainer.config.hints import brief
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.given_rows import given_rows
 
@@ -23,8 +29,14 @@ SHORT = {"model": "path", "data": "path", "environment": "name", "reward": "func
 """Setting of a section that an argument sets which is not a dictionary of its settings."""
 ROWS = re.compile(r"data\.(path|heldout_path)|(data\.sources|eval\.sets)\.[^.]+\.path")
 """Settings that take rows."""
+AGENT = ("base_url", "api_key", "example")
+"""Parameters of a function that runs an agent."""
 PLAYS = ({"reset", "step"}, {"run"})
 """Methods of an environment."""
+PLAYERS = (
+    "a name, or a class with the methods reset and step (docs/environments.md), or a function that runs an agent: "
+    "def agent(base_url, api_key, example)"
+)
 
 
 class Copies:
@@ -50,18 +62,22 @@ class Arguments:
 
     def content(self, given: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a settings file for arguments on top of those of a file. Raises `ConfigError`."""
-        arguments = dict(given)
+        arguments = {name: value for name, value in given.items() if name not in SHORT or value is not None}
         tokenizer, tools = arguments.pop("tokenizer", None), arguments.pop("tools", ())
         heldout, rewards = arguments.pop("heldout", None), arguments.pop("rewards", None)
+        columns = arguments.pop("columns", None)
         presets = {**{key: value for entry in file.get("defaults", ()) for key, value in entry.items()}}
         for entry in arguments.pop("defaults", ()):
             presets |= entry
+        refuse_unknown({name: value for name, value in arguments.items() if name not in SHORT or _is_dictionary(value)})
         below = copy.deepcopy({key: value for key, value in file.items() if key != "defaults"})
         tree: dict[str, Any] = {}
         for name, value in arguments.items():
             section, dot, _ = name.partition(".")
             if not dot and isinstance(value, str) and value in preset_names(section):
                 presets[section] = value
+            elif name == "reward" and not isinstance(value, str) and not _is_dictionary(value):
+                _put_rewards(tree, value)
             elif not dot and section in SHORT and not _is_dictionary(value):
                 _put(tree, f"{section}.{SHORT[section]}", value)
             elif not dot and isinstance(value, str) and preset_names(section):
@@ -70,10 +86,14 @@ class Arguments:
                 _put(tree, name, value)
         if heldout is not None:
             _put_heldout(tree, heldout)
+        if columns is not None:
+            _put(tree, "data.columns", columns)
         if rewards is not None:
             _put_rewards(tree, rewards)
+        if inspect.isroutine(player := _environment_of(tree)):
+            _put_agent(tree, player)
         if tools:
-            _put(tree, "environment.settings.files", list(tools))
+            _put(tree, "environment.settings.files", _tools(tools))
             if "environment" not in presets and "name" not in {**below.get("environment", {}), **tree["environment"]}:
                 presets["environment"] = "tools"
         self.run_root = str(tree.get("run_root") or below.get("run_root") or self.run_root)
@@ -96,9 +116,7 @@ class Arguments:
         if isinstance(value, str | Path):
             return str(value).replace("${", "\\${")  # a text of Python refers to nothing
         if value is not None and ROWS.fullmatch(name):
-            key, rows = given_rows(value, of=name.removesuffix(".path").replace(".", "-"), say=print)
-            self.objects[key] = rows
-            return f"{OBJECT}{key}"
+            return self._rows(name, value)
         if value is None or isinstance(value, bool | int | float):
             return value
         if isinstance(value, list | tuple):
@@ -112,10 +130,20 @@ class Arguments:
             return value.item()  # a scalar of NumPy or torch
         raise ConfigError(f"{name}: found {type(value).__name__}, expected a value, a function or a class")
 
+    def _rows(self, name: str, value: Any) -> str:
+        of = name.removesuffix(".path").replace(".", "-")
+        try:
+            key, rows = given_rows(value, of=of, say=print)
+        except DataError as error:
+            argument = re.sub(r"^eval\.sets\.(.+)\.path$", r"heldout['\1']", ARGUMENTS.get(name, name))
+            raise DataError(str(error).replace(of, argument, 1)) from error
+        self.objects[key] = rows
+        return f"{OBJECT}{key}"
+
     def _environment(self, instance: Any) -> str:
         kind = type(instance).__name__
         if not any(methods <= set(dir(instance)) for methods in PLAYS):
-            raise ConfigError(f"environment: found {kind}, expected a name, or a class with the methods reset and step")
+            raise ConfigError(f"environment: found {kind}, expected {PLAYERS}")
         try:
             copy.deepcopy(instance)
         except Exception as error:  # of the instance's own methods
@@ -161,12 +189,86 @@ def _put_heldout(tree: dict[str, Any], heldout: Any) -> None:
         _put(tree, f"eval.sets.{name}.path", rows)
 
 
+def _environment_of(tree: Mapping[str, Any]) -> Any:
+    section = tree.get("environment")
+    return section.get("name") if isinstance(section, Mapping) else None
+
+
+def _put_agent(tree: dict[str, Any], function: Callable[..., Any]) -> None:
+    """Set the environment `agent` of a function. Raises `ConfigError` for a function with other parameters."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    try:
+        signature.bind(*AGENT)
+    except TypeError:
+        names = []
+    if tuple(names[: len(AGENT)]) != AGENT:
+        definition = f"{getattr(function, '__name__', 'function')}{signature}"
+        raise ConfigError(f"environment: found the function {brief(definition)}, expected {PLAYERS}")
+    tree["environment"]["name"] = "agent"
+    _put(tree, "environment.settings.agent", function)
+
+
+def _tools(tools: Any) -> list[Any]:
+    """Return one tool or several as a list. Raises `ConfigError` for what is neither a function nor `file.py:name`."""
+    functions = list(tools) if isinstance(tools, Sequence) and not isinstance(tools, str) else [tools]
+    for one in functions:
+        if not callable(one) and not isinstance(one, str):
+            raise ConfigError(f"tools: found {type(one).__name__}, expected functions; write tools=[my_function]")
+    return functions
+
+
 def _put_rewards(tree: dict[str, Any], rewards: Any) -> None:
     weights = list(rewards.values()) if isinstance(rewards, Mapping) else None
     functions = list(rewards) if isinstance(rewards, Mapping | Sequence) and not isinstance(rewards, str) else [rewards]
+    for weight in weights or ():
+        if isinstance(weight, str) or callable(weight):
+            raise ConfigError(
+                f"rewards: found {brief(getattr(weight, '__name__', weight))} as a weight: the dictionary goes from "
+                "function to weight; write rewards={my_function: 1.0}"
+            )
+    for one in functions:
+        if callable(one) and sum(other is one for other in functions) > 1:
+            raise ConfigError(f"rewards: found {getattr(one, '__name__', one)} twice, expected each once")
     _put(tree, "reward.functions", functions)
     if weights:
         _put(tree, "reward.weights", weights)
+
+
+def refuse_no_reward(name: str, function: Any, settings: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a function that no signature of a reward fits, or that returns nothing.
+
+    Classes and other objects are made when the run starts.
+    """
+    if inspect.isbuiltin(function):
+        raise ConfigError(f"rewards: found the built-in function {name}, expected one of yours: def mine(rollout)")
+    if not inspect.isfunction(function):
+        return
+    own = settings.get(name, {})
+    adapt(name, function, own if isinstance(own, Mapping) else {})
+    if _returns_nothing(function):
+        raise ConfigError(f"reward {name} has no `return` with a value, so no rollout would have a reward; write one")
+
+
+def _returns_nothing(function: Callable[..., Any]) -> bool:
+    """Return True for a `def` whose text shows that it returns None whenever it returns."""
+    if hasattr(function, "__wrapped__"):
+        return False
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, SyntaxError, TypeError, ValueError):  # typed into an interpreter, or a part of an expression
+        return False
+    if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    nodes: list[ast.AST] = list(definition.body)
+    if isinstance(nodes[-1], ast.Raise | ast.While):
+        return False
+    for node in nodes:  # grows, without the functions inside
+        if isinstance(node, ast.Yield | ast.YieldFrom) or (isinstance(node, ast.Return) and node.value is not None):
+            return False
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            nodes += ast.iter_child_nodes(node)
+    return True
 
 
 def stored_model(model: Any, tokenizer: Any, run_root: Path) -> str:

@@ -2,7 +2,8 @@
 
 lockstep                     list the commands
 lockstep train ...           as python scripts/train.py ...
-lockstep --version
+lockstep --version           its version and addresses
+lockstep --configs           the folder of the presets and of the launch files
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ def main() -> None:
         about = metadata("lockstep-rl")
         print("\n".join([f"lockstep {about['Version']}", *about.get_all("Project-URL", [])]))
         return
+    if name == "--configs":
+        from lockstep.trainer.compose import CONFIG_DIR
+
+        print(CONFIG_DIR)
+        return
     descriptions = commands()
     if name in ("--help", "-h", "help"):
         print("usage: lockstep <command> [words]; lockstep <command> --help describes one\n")
@@ -47,9 +53,12 @@ def main() -> None:
         near = matches or difflib.get_close_matches(name, descriptions, n=1) or descriptions
         sys.exit(_refusal(f"{name} is not a command; expected {' or '.join(near) if matches else ', '.join(near)}"))
     module = matches[0].replace("-", "_")
-    sys.argv = [str(SCRIPTS / f"{module}.py"), *words]
+    sys.argv = [f"lockstep {matches[0]}", *words]  # the program that usages name
     try:
-        runpy.run_module(f"lockstep.scripts.{module}", run_name="__main__")
+        try:
+            runpy.run_module(f"lockstep.scripts.{module}", run_name="__main__")
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # `lockstep inspect | head` has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         sys.exit(1)

@@ -67,7 +67,7 @@ def adapt(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) 
         inspect.signature(function).bind(*[None] * (not by_name), **dict.fromkeys([first] * by_name), **settings)
     except TypeError:
         if first in ("rollout", GROUP_PARAMETER) or not settings.keys() <= parameters.keys():
-            check_settings(name, function, settings, given=1)
+            check_settings(name, function, settings, given=1, reads_rows=first == "rollout")
         raise _refusal(name, parameters.values()) from None
     if kinds == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         raise _refusal(name, parameters.values())
@@ -76,8 +76,13 @@ def adapt(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) 
     return each(partial(function, **settings), (lambda rollout: {first: rollout}) if by_name else None)
 
 
-def check_settings(name: str, function: Callable[..., Any], settings: Mapping[str, Any], *, given: int = 0) -> None:
-    """Raise `ConfigError` unless the function can be called with `given` positional arguments and the settings."""
+def check_settings(
+    name: str, function: Callable[..., Any], settings: Mapping[str, Any], *, given: int = 0, reads_rows: bool = False
+) -> None:
+    """Raise `ConfigError` unless the function can be called with `given` positional arguments and the settings.
+
+    reads_rows: True for a user's function of a rollout, whose arguments may be meant as columns of its row.
+    """
     signature = inspect.signature(function)
     try:
         signature.bind(*[None] * given, **settings)
@@ -89,7 +94,8 @@ def check_settings(name: str, function: Callable[..., Any], settings: Mapping[st
     unknown = next((key for key in settings if key not in takes), None)
     missing = next((key for key in takes if key not in settings), "<name>")
     if unknown is None:
-        raise ConfigError(f"reward {name}: {problem}; set reward.settings.{name}.{missing}=<value>")
+        column = f", or read the column of the row: rollout.example[{missing!r}]" if reads_rows else ""
+        raise ConfigError(f"reward {name}: {problem}; set reward.settings.{name}.{missing}=<value>{column}")
     raise ConfigError(
         f"reward {name}: {problem}; it takes {', '.join(takes) or 'no settings'}: leave out "
         f"reward.settings.{name}.{unknown}"

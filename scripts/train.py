@@ -35,4 +35,8 @@ if __name__ == "__main__":
 
     from lockstep.trainer.cli import launch  # here, because engine processes import this file too
 
-    launch(main)
+    launch(
+        main,
+        description=__doc__,
+        frequent=("model.path", "data.path", "reward.functions", "rollout.max_tokens_per_turn", "updates"),
+    )

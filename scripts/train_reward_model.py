@@ -20,4 +20,4 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, config_name="train_reward_model", config_class=RewardModelConfig, check=check)
+    launch(main, config_name="train_reward_model", config_class=RewardModelConfig, check=check, description=__doc__)

@@ -2,6 +2,7 @@
 
     lockstep watch                          the runs in runs/
     lockstep watch runs/mine --port 8080    one run, at a port of your choice
+    lockstep watch runs/a runs/b            two of them
 
 It only reads, answers this machine alone, and asks no other host. Ctrl-C ends it.
 """
@@ -18,7 +19,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "runs", type=Path, nargs="?", default=Path("runs"), help="folder of runs, or one run (default: runs)"
+        "runs", type=Path, nargs="*", default=[Path("runs")], help="folders of runs, or runs (default: runs)"
     )
     parser.add_argument("--port", type=int, default=0, help="port (default: a free one)")
     arguments = parser.parse_args()
@@ -26,9 +27,10 @@ def main() -> int:
     from lockstep.lab.watch.page_server import serve
     from lockstep.rollout.safe_text import print_error
 
-    if not arguments.runs.is_dir():
-        print_error(f"{arguments.runs} is not a directory; name the folder of your runs, for example runs")
-        return 2
+    for folder in arguments.runs:
+        if not folder.is_dir():
+            print_error(f"{folder} is not a directory; name the folder of your runs, for example runs")
+            return 2
     try:
         serve(arguments.runs, arguments.port)
     except (OSError, OverflowError) as error:

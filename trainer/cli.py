@@ -45,7 +45,7 @@ from lockstep.trainer.config.hints import closest
 from lockstep.trainer.config.redaction import redact_text, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations, free_form
-from lockstep.trainer.words import refuse_unreadable
+from lockstep.trainer.words import readable, refuse_unreadable
 
 if TYPE_CHECKING:
     from lockstep.trainer.resumption import SavedRun
@@ -71,6 +71,8 @@ def launch(
     config_name: str = "train",
     config_class: type = Config,
     check: Callable[[Any], None] = validate,
+    description: str | None = None,
+    frequent: Sequence[str] = (),
 ) -> None:
     """Compose the configuration from `sys.argv`, with a settings file if a word names one, check it, and call `main`.
 
@@ -81,13 +83,17 @@ def launch(
         config_name: file under configs/.
         config_class: dataclass schema of the configuration.
         check: raises `ConfigError` for values that are missing or in conflict.
+        description: of the command, for `--help`. frequent: names of the settings that most calls need, for `--help`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the command ends at once while it imports this
     wait_briefly()
     end_with_launcher()
     notices: list[str] = []
     configs: list[Any] = []
-    words = sys.argv[1:]
+    words = readable(sys.argv[1:])
+    if description and {"--help", "-h"} & set(words):
+        print(usage(description, frequent, config_class))
+        return
     file: SettingsFile | None = None
     try:
         refuse_unreadable(words, schema(config_class))
@@ -100,6 +106,7 @@ def launch(
         _print(explain(error, config_class))
         sys.exit(2)
     except LockstepError as error:
+        beside = file.kept_beside(words) if file else ""
         words = [*(file.words if file else ()), *words]
         hint = None
         if sets(words, "resume"):
@@ -109,7 +116,7 @@ def launch(
         if hint and not sets(words, "experiment", *chain(*TASK.values())):  # a mistyped name, and nothing else to mend
             messages = [f"{hint}; name a run, or set model.path, data.path and reward for a new one"]
         else:
-            messages = [*notices, hint, _message(error)]
+            messages = [*notices, hint, _message(error), f"kept: {beside}" if beside else ""]
         _print("\n".join(filter(None, messages)))
         sys.exit(_status(error))
     except KeyboardInterrupt:
@@ -119,6 +126,20 @@ def launch(
         _print("\n".join(filter(None, notices)))
     for config in configs:
         run_or_end(lambda config=config: main(config))
+
+
+def usage(description: str, frequent: Sequence[str], config_class: type = Config) -> str:
+    """Return the text of `--help`. Arguments as for `launch`."""
+    declared, width = declarations(config_class()), max(map(len, frequent), default=0)
+    lines = [f"  {name:{width}}  {declared[name][0].description}" for name in frequent]
+    return "\n".join(
+        [
+            f"usage: {os.path.basename(sys.argv[0])} [my_run.yaml] [setting=value ...]\n",
+            description.strip(),
+            *(["\nMost need these settings:\n", *lines] if lines else []),
+            "\nAll settings: docs/settings.md, or `--cfg job` in place of `--help`. Options of Hydra: `--hydra-help`.",
+        ]
+    )
 
 
 def end_with_launcher() -> None:
@@ -279,6 +300,8 @@ def _default_override(key: str, config_class: type) -> str:
     entry = declarations(config_class()).get(key)
     if entry is not None and entry[0].example:
         return f"set it, for example {entry[0].example}"
+    if value is None:
+        return f"leave {key} out for the default"
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return f"set {key}={json.dumps(plain, separators=(',', ':')).replace(chr(34), '')} (the default)"
 

@@ -20,7 +20,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import LATEST, behind_link
 from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
-from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.hints import brief, closest
 from lockstep.trainer.config.prepared import DEMO, DEMO_REWARD, data_folder
 from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.schema import Config
@@ -34,6 +34,8 @@ TASK = {
     "reward": ("reward", "reward.functions"),
 }
 """Parts of a task, each with the words that choose it; `model` alone is a group."""
+SHORT_ANSWER = 128
+"""Limit of the only answer to a prompt below which it is said: a chain of thought is longer [tokens]."""
 
 
 def preset_names(group: str) -> list[str]:
@@ -121,7 +123,7 @@ def _data_sets(setting: str, entries: dict[str, Any]) -> dict[str, DataSetConfig
 def type_problem(text: str) -> str:
     """Return OmegaConf's message on a value of the wrong type without class names."""
     if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", text):
-        return f"found {match.group(1)}, expected {match.group(2).lower()}"
+        return f"found {brief(match.group(1))}, expected {match.group(2).lower()}"
     if text.startswith("Key "):
         return "it is not a setting"
     if text.endswith("is not Optional"):
@@ -199,6 +201,9 @@ def describe_task(
         parts["reward"] = " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights)
     typed_parts = [part for part in parts if sets(chosen_words, *TASK[part])]
     kept_parts = [part for part in parts if part not in typed_parts]
+    limit = config.rollout.max_tokens_per_turn
+    if trains and config.has_rollouts and config.max_turns == 1 and limit < SHORT_ANSWER:
+        parts["answers"] = f"at most {limit} tokens (rollout.max_tokens_per_turn): longer ones are cut"
     if trains and not config.evaluates and (heldout := [one.path for one in config.heldout_sets().values()]):
         parts["held out"] = f"{', '.join(heldout)}: not used, because eval.every=0"
     experiment = [word for word in chosen_words if word.startswith("experiment=")]

@@ -25,7 +25,8 @@ from lockstep.trainer.command_line import SUFFIXES, settings_files, typed_words,
 from lockstep.trainer.compose import CONFIG_DIR, describe_task, known_keys, preset_names, schema, sets, type_problem
 from lockstep.trainer.config.changes import leaves
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
-from lockstep.trainer.config.hints import closest
+from lockstep.trainer.config.groups.other_names import MIGRATING, closest_name, replacement
+from lockstep.trainer.config.hints import brief, closest
 from lockstep.trainer.config.redaction import REDACTED, override_value
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.setting import declarations
@@ -152,6 +153,9 @@ def of_content(
 
     values = _with_texts("", content, placed)
     fit(values, path, config_class)
+    for name, (declaration, _) in settings.items():
+        if declaration.example:
+            _drop_empty(values, name.split("."))
     return SettingsFile(path=path, presets=presets, values=values)
 
 
@@ -233,20 +237,20 @@ def _refuse_misspelled(
         default: Any = tree._get_node(str(key)) if str(key) in tree else None
         is_section = isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict
         if name in groups and value is not None and not isinstance(value, Mapping):
-            spelling = _own(name, value) or f"defaults: [{{{name}: {override_value(value)}}}], if it is a preset"
-            raise ConfigError(f"{name}: found {value}, expected settings; write {spelling}")
+            spelling = _own(name, value) or f"defaults: [{{{name}: {brief(override_value(value))}}}], if it is a preset"
+            raise ConfigError(f"{name}: found {brief(value)}, expected settings; write {spelling}")
         if default is None:
             raise ConfigError(_unknown(name, value, known))
         if is_section and isinstance(value, Mapping):
             _refuse_misspelled(value, default, groups, known, f"{name}.")
         elif is_section:
-            content = "nothing" if value is None else value
+            content = "nothing" if value is None else brief(value)
             raise ConfigError(
                 f"{name}: found {content}, expected settings; indent them below {name}:, for example "
                 f"{next(iter(default))}: ..., or leave {name} out"
             )
         elif isinstance(default, ListConfig) and isinstance(value, str) and not value.startswith("$"):
-            raise ConfigError(f"{name}: found {value}, expected a list; write {_nested(name, [value])}")
+            raise ConfigError(f"{name}: found {brief(value)}, expected a list; write {_nested(name, [value])}")
         elif isinstance(value, bool) and isinstance(tree[key], str):
             raise ConfigError(f"{name}: found {str(value).lower()}, as YAML reads off, no, on, yes; write it in quotes")
 
@@ -261,17 +265,19 @@ def _own(group: str, value: Any) -> str:
 def _unknown(name: str, value: Any, known: Collection[str]) -> str:
     if name in known:
         return f"{name} has dots, expected nested settings; write {_nested(name, value)}"
-    hint = closest(name, sorted(known))
-    meant = re.search("'(.+)'", hint)
-    return f"{name} is not a setting{hint}; " + (
-        f"write {_nested(meant[1], value)}" if meant else "`--cfg job` prints all of them"
-    )
+    names = sorted(known)
+    meant = closest_name(name, names)
+    if replacement(name, names):
+        step = MIGRATING
+    else:
+        step = f"write {_nested(meant, value)}" if meant else "`--cfg job` prints all of them"
+    return f"{name} is not a setting{closest(name, names)}; {step}"
 
 
 def _nested(name: str, value: Any) -> str:
     """Return a setting as it is written in YAML."""
     *sections, last = name.split(".")
-    text = f"{last}: {override_value(value)}"
+    text = f"{last}: {brief(override_value(value))}"
     for section in reversed(sections):
         text = f"{section}: {{{text}}}"
     return text
@@ -284,6 +290,15 @@ def _with_texts(name: str, value: Any, change: Callable[[str, str], str]) -> Any
     if isinstance(value, Mapping):
         return {key: _with_texts(f"{name}.{key}".lstrip("."), item, change) for key, item in value.items()}
     return [_with_texts(name, item, change) for item in value] if isinstance(value, list) else value
+
+
+def _drop_empty(values: dict[str, Any], name: Sequence[str]) -> None:
+    """Remove an empty value, by its nested name: of a setting without a default it says no more than its absence."""
+    *sections, last = name
+    for section in sections:
+        values = values.get(section, {})
+    if values.get(last) in ("", []):
+        del values[last]
 
 
 def _beside(folder: Path, text: str, *, is_path: bool) -> str:

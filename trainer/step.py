@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.rollout.errors import TrainingError
-from lockstep.rollout.records import Rollout
+from lockstep.rollout.records import Cause, Rollout
 from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
@@ -195,13 +195,19 @@ class Trainer:
         if self._distributed.world_size > 1:
             batch = decode(self._distributed.broadcast_bytes(encode(batch) if self._distributed.is_main else b""))
         self._empty_steps = 0 if batch.num_rollouts or self._rollouts is None else self._empty_steps + 1
-        if self._empty_steps >= MAX_EMPTY_STEPS:
+        if self._empty_steps >= MAX_EMPTY_STEPS or (self._empty_steps and self.version == 0):
             self._distributed.together(lambda: self._refuse_empty(collected.rollouts))
         return batch
 
     def _refuse_empty(self, rollouts: Sequence[Rollout]) -> None:
-        """Raise `TrainingError` on rank 0, with the first failure."""
+        """Raise `TrainingError` on rank 0, with the first failure, after the last of `MAX_EMPTY_STEPS`.
+
+        Before the first update also at once, if all rollouts failed alike: then it is a fault of the program.
+        """
         if not self._distributed.is_main:
+            return
+        fails_alike = self.version == 0 and _fail_alike(rollouts)
+        if self._empty_steps < MAX_EMPTY_STEPS and not fails_alike:
             return
         counts = Counter(rollout.dropped_by or "filtered" for rollout in rollouts)
         why = ", ".join(f"{cause} {count}" for cause, count in counts.items())
@@ -211,7 +217,8 @@ class Trainer:
                 "; filtered are groups whose rewards are all equal: reward/mean says whether the data is solved or too "
                 "hard, and algorithm.dynamic_sampling=false trains on"
             )
-        raise TrainingError(f"{MAX_EMPTY_STEPS} steps in a row had no trainable rollout ({why}){first}")
+        steps = f"{MAX_EMPTY_STEPS} steps in a row had no trainable rollout"
+        raise TrainingError(f"{'all rollouts failed alike' if fails_alike else steps} ({why}){first}")
 
     def _score(self, batch: StepBatch) -> tuple[Logprobs, StepBatch]:
         """Score the trained tokens with policy, critic and reference, as far as the update needs it.
@@ -243,3 +250,13 @@ class Trainer:
         credit = critic_targets(batch, logprobs, correction, self._config.algorithm, kl_coef=self.kl_coef)
         self.kl_coef = credit.next_kl_coef
         return credit.targets, credit.metrics
+
+
+def _fail_alike(rollouts: Sequence[Rollout]) -> bool:
+    """Return True if each of several rollouts failed with the same sentence, the place of its data row aside."""
+    errors = {
+        (rollout.dropped_by, (rollout.error or "").replace(f" ({getattr(rollout.example, 'place', '')})", ""))
+        for rollout in rollouts
+    }
+    cause, error = next(iter(errors), (None, ""))
+    return len(errors) == 1 and len(rollouts) > 1 and bool(error) and cause is not Cause.ENGINE

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -15,6 +17,24 @@ from lockstep.trainer.compose import all_keys
 from lockstep.trainer.config.hints import closest
 
 PAIRS = {"[": "]", "{": "}", "(": ")"}
+
+
+def readable(words: Sequence[str]) -> list[str]:
+    """Return words with quotes around texts that hold other letters than those of ASCII: Hydra reads no bare ones."""
+    return [_quoted(word) if "=" in word and not word.isascii() else word for word in words]
+
+
+def _quoted(word: str) -> str:
+    key, _, value = word.partition("=")
+    if not re.search(r"[\[\]{}(),'\"]", value):
+        return f"{key}='{value}'"
+    ends = r"\s,'\"\[\]{}()" + ":" * value.startswith("{")
+
+    def quoted(part: re.Match[str]) -> str:
+        return part[0] if part[0].isascii() or part["quoted"] else f"'{part[0]}'"
+
+    pattern = rf"""(?P<quoted>'[^']*'|"[^"]*")|[^{ends}]+"""
+    return f"{key}={re.sub(pattern, quoted, value)}"
 
 
 def refuse_unreadable(words: Sequence[str], tree: DictConfig) -> None:
@@ -59,6 +79,11 @@ def _word_problem(word: str, following: Sequence[str], tree: DictConfig, keys: S
         return f"{word} and {after} are two words; type {word}{shlex.quote(after)}, without spaces"
     if equals and (whole := _joined(word, following)) != word:
         return f"{word} is cut at a space; put quotes around the whole: {shlex.quote(whole)}"
+    if not equals and (run := Path(word)).joinpath("config.yaml").is_file():
+        again = shlex.join([f"run_root={run.parent}", f"run_name={run.name}", "resume=auto"])
+        return (
+            f"{word} is a run; type {again} to continue it, or {shlex.quote(f'model.path={run}/model')} for its model"
+        )
     try:
         OverridesParser.create().parse_override(word)
     except HydraException:
@@ -69,13 +94,8 @@ def _word_problem(word: str, following: Sequence[str], tree: DictConfig, keys: S
     node = (OmegaConf.select(tree, section) if section else tree)._get_node(name)  # a list also where it is null
     default = OmegaConf.select(tree, key)
     is_list, is_typed_list = isinstance(node, ListConfig), value.startswith("[")
-    if (
-        isinstance(node, ListConfig)
-        and node._metadata.element_type is str
-        and not is_typed_list
-        and value not in ("", "null")
-        and not value.startswith("$")
-    ):
+    needs_brackets = isinstance(node, ListConfig) and (node._metadata.element_type is str or default is None)
+    if needs_brackets and not is_typed_list and value not in ("", "null") and not value.startswith("$"):
         return f"{key} is a list, found {value}; type {shlex.quote(f'{key}=[{value}]')}"
     if is_typed_list and key == "data.path":
         files = zip("abcdefgh", value.strip("[]").split(","), strict=False)

@@ -127,7 +127,12 @@ def _calculate(question: str, answer: str) -> list[Message]:
 
 def _recipe(task: RealTask, seed: int) -> dict[str, Any]:
     """Return everything that determines the rows, except the code."""
-    version = importlib.metadata.version("reasoning-gym")
+    try:
+        version = importlib.metadata.version("reasoning-gym")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            "the package reasoning-gym is missing, which makes the rows; run: pip install 'lockstep-rl[real]'"
+        ) from error
     fields = {name: getattr(task, name) for name in ("generator", "settings", "shots")}
     left_out = {"left_out": sorted(task.left_out)} if task.left_out else {}
     return {**fields, **left_out, "seed": seed, "rows": [TRAIN_ROWS, HELDOUT_ROWS], "reasoning_gym": version}

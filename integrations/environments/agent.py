@@ -3,7 +3,7 @@
     async def agent(base_url, api_key, example):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
         ...                                         any number of requests, in any order, with any messages
-        return {"tests_passed": 3}                  facts for rewards and metrics, or nothing
+        return {"tests_passed": 3}                  facts for rewards, a text (the fact `answer`), or nothing
 
 It may be a plain function and may start other programs, as long as its requests go to `base_url` with `api_key`: the
 gateway, where the calls are recorded that are the rollout.
@@ -18,6 +18,7 @@ Not covered: agents run with your rights, without a sandbox. One that hangs is a
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -63,15 +64,32 @@ class AgentEnvironment(RunsItself):
         shared_loop: run all episodes of an async agent in one event loop, for clients that it keeps between episodes;
         a call that blocks then blocks them all. False: each episode has a thread and an event loop of its own.
 
-        Raises `ConfigError` as `RunsItself` does, and for a shared loop of an agent that is not async.
+        Raises `ConfigError` as `RunsItself` does, for other parameters, and for a shared loop of an agent that is not
+        async.
         """
         super().__init__("agent", agent, **limits)
+        _refuse_signature(self.function)
         if shared_loop and not is_async(self.function):
             raise ConfigError(
                 "environment.settings.shared_loop=true, but the agent is no `async def` function, so it has no event "
                 "loop; leave shared_loop out"
             )
         self.shared_loop = shared_loop
+
+
+def _refuse_signature(agent: Callable[..., Any]) -> None:
+    try:
+        parameters = inspect.signature(agent)
+    except ValueError:  # a function that tells none
+        return
+    try:
+        parameters.bind("base_url", "api_key", {})
+    except TypeError as error:
+        name = getattr(agent, "__name__", type(agent).__name__)
+        raise ConfigError(
+            f"the agent {name}{parameters} cannot be called with (base_url, api_key, example): {error}; write "
+            f"`def {name}(base_url, api_key, example)`"
+        ) from None
 
 
 async def run_agent_episode(
@@ -116,7 +134,8 @@ async def run_agent_episode(
         status, error = RolloutStatus.FAILED, "the agent made no request; it must call the base_url that it is given"
     outcome: dict[str, Any] = {}
     try:
-        outcome = {} if result.value is None else read_facts(result.value)
+        value = {"answer": result.value} if isinstance(result.value, str) else result.value
+        outcome = {} if value is None else read_facts(value)
     except ValueError as problem:
         status, error = RolloutStatus.FAILED, f"the agent returned {problem}"
     return Rollout(

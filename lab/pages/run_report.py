@@ -75,6 +75,8 @@ def facts(run: SavedRun) -> Iterator[str]:
     if commit:
         suffix = " with changes" if run.provenance["code"].get("is_changed") else ""
         yield f"commit {commit[:10]}{suffix}"
+    for path, update in run.changed_files.items():
+        yield f"{Path(path).name} changed after update {update}"
 
 
 def tiles(run: SavedRun) -> Iterator[tuple[str, str]]:

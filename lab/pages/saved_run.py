@@ -68,6 +68,12 @@ class SavedRun:
             provenance=_provenance(run.provenance) if run.provenance.is_file() else {},
         )
 
+    @property
+    def changed_files(self) -> dict[str, int]:
+        """Path of a user's file that was changed -> last update for which its earlier content was used."""
+        changes = self.provenance.get("files", {}).get("changes", {})
+        return {str(path): int(update) for path, update in changes.items()}
+
     def series(self, name: str) -> list[tuple[float, float]]:
         """Return (update, value) of the steps with a finite value of the metric."""
         return [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
@@ -132,6 +138,8 @@ def _provenance(path: Path) -> dict[str, Any]:
         code = provenance.get("code", {})
         if not isinstance(code.get("commit"), str | None):
             raise TypeError("code.commit is not text")
+        if not all(type(update) is int for update in provenance.get("files", {}).get("changes", {}).values()):
+            raise TypeError("files.changes has no updates")
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not the provenance of a run: {error}; delete it to see the rest") from error
     return provenance

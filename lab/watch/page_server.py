@@ -10,7 +10,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,10 +54,10 @@ MAX_METRICS = 400
 
 
 class PageServer:
-    """Page and answers about the runs of a folder."""
+    """Page and answers about runs."""
 
-    def __init__(self, root: Path) -> None:
-        self._table = RunTable(root)
+    def __init__(self, *roots: Path) -> None:
+        self._table = RunTable(*roots)
         self._search = RolloutSearch()
         self._files = ThreadPoolExecutor(1)
         """Reads the table and the metrics, one request after the other."""
@@ -243,11 +243,14 @@ def _panels(names: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def serve(root: Path, port: int) -> None:
-    """Serve the page until Ctrl-C or SIGTERM. port: 0 for a free one. Raises OSError if the port is taken."""
+def serve(roots: Sequence[Path], port: int) -> None:
+    """Serve the page until Ctrl-C or SIGTERM. Raises OSError if the port is taken.
+
+    roots: folders of runs, or runs. port: 0 for a free one.
+    """
 
     async def run() -> None:
-        runner = web.AppRunner(PageServer(root).app(), access_log=None)
+        runner = web.AppRunner(PageServer(*roots).app(), access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()

@@ -34,11 +34,12 @@ QUIET_STEPS = 5
 class WatchedRun:
     """A run directory that is only read, and never beyond its own files."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: Path) -> None:
+        """name: path below the folder that holds all runs of the table."""
         self.path = path
-        self.id = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]
+        self.id = hashlib.sha256(os.fsencode(name)).hexdigest()[:8]
         """Name in addresses; names of directories may hold anything."""
-        self.name = safe_text(path.name, MAX_NAME)
+        self.name = safe_text(str(name), MAX_NAME)
         self.columns = MetricColumns(path / "metrics.jsonl")
         self.changed_at = 0
         """Value of the table's clock at which its columns changed."""
@@ -154,10 +155,11 @@ class WatchedRun:
 
 
 class RunTable:
-    """The runs of a folder, or the one run that the folder is."""
+    """The runs of folders; a folder may be a run itself."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root.resolve()
+    def __init__(self, *roots: Path) -> None:
+        self.roots = [root.resolve() for root in roots]
+        self._base = Path(os.path.commonpath([root.parent if _is_run(root) else root for root in self.roots]))
         self.runs: dict[str, WatchedRun] = {}
         """By id, in the order of names."""
         self.clock = time.time_ns() // 1_000_000
@@ -165,9 +167,14 @@ class RunTable:
 
     def find(self) -> None:
         """Look for new runs and forget deleted ones. Links are left out: runs/latest is another name of a run."""
-        paths = [self.root] if _is_run(self.root) else sorted(filter(_is_run, self.root.iterdir()))
-        runs = {run.path: run for run in self.runs.values()}
-        self.runs = {run.id: run for run in (runs.get(path) or WatchedRun(path) for path in paths)}
+        paths = [
+            path
+            for root in self.roots
+            for path in ([root] if _is_run(root) else sorted(filter(_is_run, root.iterdir())))
+        ]
+        watched = {run.path: run for run in self.runs.values()}
+        runs = (watched.get(path) or WatchedRun(path, path.relative_to(self._base)) for path in paths)
+        self.runs = {run.id: run for run in runs}
 
     def rows(self, deadline: float) -> dict[str, Any]:
         """Return the table; `isComplete` is false as long as settings are left to read."""
@@ -177,7 +184,7 @@ class RunTable:
         newest_first = sorted(self.runs.values(), key=_modified_at, reverse=True)
         num_known = sum(run.refresh(deadline) for run in newest_first)
         return {
-            "root": safe_text(str(self.root), 4 * MAX_NAME),
+            "root": safe_text(str(self.roots[0] if len(self.roots) == 1 else self._base), 4 * MAX_NAME),
             "runs": [run.row(locked, now) for run in newest_first],
             "isComplete": num_known == len(newest_first),
         }

@@ -115,8 +115,8 @@ def describe(function: Callable[..., Any]) -> ToolSignature:
         schema = get_json_schema(_stand_in(function, signature, hints, return_hint))
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError) as error:
         raise ConfigError(
-            f"{where}: {error}. A tool needs type hints and a docstring with an Args: section that describes every "
-            "argument"
+            f"{where}: {str(error).rstrip('.!')}. A tool needs type hints and a docstring with an Args: section that "
+            "describes every argument"
         ) from error
     parameters = schema["function"]["parameters"]
     for name, (_, parameter_schema) in conversions.items():

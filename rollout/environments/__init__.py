@@ -15,6 +15,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -45,7 +46,12 @@ def make_environment(name: str, **settings: Any) -> AnyEnvironment:
         return make(**settings)
     except TypeError as error:
         takes = inspect.signature(factory)
-        raise ConfigError(f"environment {name}: {error}; environment.settings are its arguments {takes}") from error
+        unknown = next((key for key in settings if key not in takes.parameters), "")
+        near = get_close_matches(unknown, takes.parameters, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(
+            f"environment {name}: {error}{hint}; environment.settings are its arguments {takes}"
+        ) from error
 
 
 def environment_names() -> list[str]:

@@ -13,14 +13,14 @@ import inspect
 import itertools
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from lockstep.rollout.chat.tool_functions import BadArgumentsError, describe
 from lockstep.rollout.errors import ConfigError, ToolServerError
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, Rollout
 from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned, call_with_deadline
@@ -97,6 +97,8 @@ class Toolbox:
         ready: tools that are described already. timeout_s: wall-clock limit of each call.
         max_result_chars: longer results are cut, with a note that says so.
         """
+        if isinstance(files, str):
+            raise ConfigError(f"environment.settings.files: found {files}, expected a list; write [{files}]")
         functions = [*functions, *itertools.chain(*map(load_functions, files))]
         # Methods are described once for their class, not for every episode's instance.
         signatures = [describe(function.__func__ if inspect.ismethod(function) else function) for function in functions]
@@ -187,6 +189,22 @@ def count_results(results: Sequence[ToolResult]) -> dict[str, int]:
         "tool_errors": len(faults),
         **{f"tool_errors_{fault}": count for fault, count in Counter(faults).items()},
     }
+
+
+def failed_call(rollouts: Iterable[Rollout]) -> str | None:
+    """Return the answer to a tool call that failed, an exception of a tool rather than a mistake of the model.
+
+    It is the first of a rollout whose calls all failed, so that no result of a tool is taken for one; None without.
+    """
+
+    def count(rollout: Rollout, name: str) -> float:
+        value = rollout.outcome.get(name)  # another environment may report something else under the name
+        return value if isinstance(value, int | float) else 0
+
+    failed = (one for one in rollouts if 0 < count(one, "tool_errors") == count(one, "tool_calls"))
+    by_exceptions = sorted(failed, key=lambda one: -count(one, f"tool_errors_{ToolFault.EXCEPTION}"))
+    answers = (message for one in by_exceptions for message in one.messages if message["role"] == "tool")
+    return next((str(message["content"]) for message in answers), None)
 
 
 def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[str]]) -> ToolFunction:

@@ -95,10 +95,12 @@ class _Episode:
         self.outcome: dict[str, Any] = {}
         self.is_stuck: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with a sentence, once a method ignores its cancellation."""
+        self.unanswered: str | None = None
+        """Sentence on a prompt that fills the context, so that nothing was sampled."""
         self._environment, self._record, self._call_timeout_s = environment, record, call_timeout_s
 
     async def play(self, example: Mapping[str, Any], *, max_turns: int, seed: int) -> tuple[RolloutStatus, str | None]:
-        """Return the status, and a sentence if it is FAILED. Raises as `failure_of`."""
+        """Return the status, and a sentence if it is FAILED or nothing was sampled. Raises as `failure_of`."""
         failure, status = None, RolloutStatus.FAILED
         try:
             status = await self._converse(example, max_turns=max_turns, seed=seed)
@@ -111,7 +113,7 @@ class _Episode:
         except BaseException as error:
             failure = failure or error
         failure = self._record.failure or failure
-        return (status, None) if failure is None else (RolloutStatus.FAILED, failure_of(failure))
+        return (status, self.unanswered) if failure is None else (RolloutStatus.FAILED, failure_of(failure))
 
     async def _converse(self, example: Mapping[str, Any], *, max_turns: int, seed: int) -> RolloutStatus:
         environment, record = self._environment, self._record
@@ -134,6 +136,10 @@ class _Episode:
                 step = await self._call("step", lambda message=message: self._environment.step(message), step_problem)
             except (ContextFullError, CallLimitError) as limit:
                 record.raise_failure()
+                if not record.calls:
+                    self.unanswered = (
+                        f"prompt too long: {limit}; raise rollout.max_model_len, or set data.max_prompt_tokens"
+                    )
                 return RolloutStatus.CONTEXT_FULL if isinstance(limit, ContextFullError) else RolloutStatus.MAX_TURNS
             record.raise_failure()
             conversation.add(step.messages)
@@ -167,8 +173,14 @@ class _Episode:
             if not self.is_stuck.done():
                 self.is_stuck.set_result(f"EnvironmentFault: {late}")
 
+        async def awaited() -> Any:
+            awaitable = function()
+            if not isinstance(awaitable, Awaitable):
+                raise EnvironmentFault(f"{where} is not async; write `async def {method}`")
+            return await awaitable
+
         try:
-            value = await Clock(self._call_timeout_s, give_up).run(function)
+            value = await Clock(self._call_timeout_s, give_up).run(awaited)
             problem = problem_of(value)
         except DeadlineExceeded:
             raise EnvironmentFault(late) from None

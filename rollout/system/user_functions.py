@@ -236,6 +236,11 @@ def fault(error: BaseException, path: str | Path | None = None) -> str:
     return f"{type(error).__name__}{where}: {' '.join(error_text(error).split())}"
 
 
+def is_of_user(error: BaseException) -> bool:
+    """Return True if code of a user raised an exception, or called what did."""
+    return any(_is_own(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def _is_own(frame: FrameType) -> bool:
     """Return True for code of a user: neither Lockstep's, nor installed, nor made from a text."""
     name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename

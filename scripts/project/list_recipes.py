@@ -94,7 +94,7 @@ def command(plan: Plan) -> str:
     words = [f"experiment={recipe.experiment}", *recipe.overrides]
     return (
         f"accelerate launch --config_file configs/accelerate/{recipe.launch}.yaml --num_processes {plan.processes} "
-        f"scripts/train.py {' '.join(words)}"
+        f"-m lockstep train {' '.join(words)}"
     )
 
 

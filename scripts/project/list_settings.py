@@ -28,10 +28,10 @@ ALGORITHMS = "docs/algorithms.md"
 
 HEADER = """# Settings
 
-Every setting can be given on the command line: `python scripts/train.py experiment=demo optimizer.lr=1e-4`, and in
-[a file of your own](settings_file.md): `python scripts/train.py my_run.yaml optimizer.lr=1e-4`. The
+Every setting can be given on the command line: `lockstep train experiment=demo optimizer.lr=1e-4`, and in
+[a file of your own](settings_file.md): `lockstep train my_run.yaml optimizer.lr=1e-4`. The
 defaults below are those of the schema; the files under `configs/` choose other values by group, for example
-`algorithm=dr_grpo`, and `python scripts/train.py experiment=demo --cfg job` prints the result. This page is written by
+`algorithm=dr_grpo`, and `lockstep train experiment=demo --cfg job` prints the result. This page is written by
 `make docs`.
 """
 

@@ -95,8 +95,6 @@ def synced(policy: Policy, engine: EmbeddedEngine) -> Iterator[WeightSync]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_samples_trains_and_syncs(family: str, tmp_path: Path) -> None:
-    if family.startswith("qwen3_5"):
-        pytest.importorskip("torchvision")
     path = save_family(family, tmp_path / "model")
     with engine_of(path, tmp_path) as engine:
         policy = Policy.from_pretrained(path)

@@ -26,9 +26,9 @@ from tests.fixtures.pages import PAGES, ROOT, Block, bash_blocks, page_files
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 RUN = (
-    r"(OMP_NUM_THREADS=\d )?python (scripts/\w+\.py|benchmarks/retained_weight\.py|examples/one_step\.py|\w+\.py)|"
+    r"(OMP_NUM_THREADS=\d )?(lockstep [a-z-]+|python (benchmarks/retained_weight\.py|examples/one_step\.py|\w+\.py))|"
     r"python -m scripts\.published\.prove \"|"
-    r"accelerate launch --config_file configs/accelerate/zero3\.yaml (--num_processes 2 )?scripts/|"
+    r"accelerate launch --config_file configs/accelerate/zero3\.yaml (--num_processes 2 )?-m lockstep |"
     r"make (train|model|report|plot|help)\b"
 )
 """Commands that are run here, as a pattern of their beginnings."""
@@ -42,17 +42,20 @@ SHORT = {
 }
 SHORTENED = """
 python() {
+    "$FORK" "$@"
+}
+lockstep() {
     case "$*" in
-        scripts/train.py*) "$FORK" "$@" $RUN ;;
-        scripts/evaluate.py*) "$FORK" "$@" $EVALUATION ;;
-        scripts/train_reward_model.py*) "$FORK" "$@" $REWARD_MODEL ;;
-        scripts/diagnose.py*--break* | scripts/check_loss.py*:averaged) "$FORK" "$@" || test $? = 1 ;;
-        *) "$FORK" "$@" ;;
+        "train "*) "$FORK" -m lockstep "$@" $RUN ;;
+        "evaluate "*) "$FORK" -m lockstep "$@" $EVALUATION ;;
+        "train-reward-model "*) "$FORK" -m lockstep "$@" $REWARD_MODEL ;;
+        diagnose*--break* | check-loss*:averaged) "$FORK" -m lockstep "$@" || test $? = 1 ;;
+        *) "$FORK" -m lockstep "$@" ;;
     esac
 }
 accelerate() {
     case "$*" in
-        *train_reward_model*) "$FORK" -m accelerate.commands.accelerate_cli "$@" $REWARD_MODEL ;;
+        *train-reward-model*) "$FORK" -m accelerate.commands.accelerate_cli "$@" $REWARD_MODEL ;;
         *) "$FORK" -m accelerate.commands.accelerate_cli "$@" $RUN ;;
     esac
 }
@@ -100,7 +103,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = pyarrow.table({"problem": ["1+1", "2+2"] * 8, "solution": ["2", "4"] * 8})
     pyarrow.parquet.write_table(table, place / "problems.parquet")
     first = (
-        "python scripts/train.py experiment=demo run_name=earlier updates=12 checkpoint.every=4 checkpoint.keep=9 "
+        "python -m lockstep train experiment=demo run_name=earlier updates=12 checkpoint.every=4 checkpoint.keep=9 "
         "rollout.prompts_per_step=2 rollout.samples_per_prompt=4 "
         "optimizer.spike=dump optimizer.spike_factor=1.001 optimizer.spike_window=8"
     )
@@ -170,7 +173,7 @@ def test_a_block_runs_unchanged(block: Block, workplace: Path) -> None:
     for name in re.findall(r"run_name=([\w-]+)", text) if "resume=" not in text else ():
         shutil.rmtree(workplace / "runs" / name, ignore_errors=True)  # of another page
     script = f"{SHORTENED}\n{text}"
-    if "scripts/serve.py" in text:
+    if re.search(r"lockstep serve\b(?!-)", text):
         served(script, workplace)
         return
     done = bash(script, workplace)

@@ -110,7 +110,7 @@ except LockstepError as error:
 """
     )
     assert "stopped after update 1" in output
-    assert "<the run>.resume(updates=2), or lockstep.train(<the same arguments>" in output
+    assert "lockstep.Run('{}').resume(updates=2), with".format(tmp_path / "runs/mine") in output
     assert "code of your files, run with your rights: object:short" in output
     refusals = re.findall(r"REFUSED (.+)", output)
     assert "exists and is not overwritten" in refusals[0]
@@ -119,6 +119,38 @@ except LockstepError as error:
     for update in (1, 2, 3):
         for rollout in read_rollouts(run / f"rollouts/step-{update:06d}.jsonl"):
             assert rollout.rewards == {"short": float(len(rollout.answer) < 40)}
+
+
+def test_a_failed_run_goes_on_in_the_same_process(run_program: Callable[..., str], tmp_path: Path) -> None:
+    """The traceback of the failure is kept, as a notebook does."""
+    output = run_program(
+        """
+import sys
+
+def breaks(rollout):
+    if len(seen) >= 16:
+        raise KeyError("gold")
+    return short(rollout)
+
+try:
+    lockstep.train(**{**SMALL, "rewards": [breaks]}, run_name="mine")
+except LockstepError as error:
+    sys.last_value = error
+    print("FAILED", *error.__notes__)
+
+    def breaks(rollout):
+        return short(rollout)
+
+    steps = []
+    run = lockstep.Run(f"{SMALL['run_root']}/mine").resume(rewards=[breaks], on_step=steps.append)
+assert [line["step"] for line in run.history] == [1, 2], run.history
+assert [report.update for report in steps] == [2]
+"""
+    )
+    directory = tmp_path / "runs/mine"
+    failed = re.search(r"FAILED (.+)", output)
+    assert failed is not None
+    assert f"update 1 is saved; to go on: in Python: lockstep.Run('{directory}').resume(updates=2)" in failed[1]
 
 
 def test_copies_score_in_workers(run_program: Callable[..., str], tmp_path: Path) -> None:
@@ -258,4 +290,4 @@ def test_the_page_trains(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert 0 <= float(done.stdout.split()[-1]) <= 1
+    assert 0.05 < float(done.stdout.split()[-1]) <= 1, "the example does not fit the model of the demo"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.errors import CheckpointError
-from lockstep.trainer.checkpoint import checkpoint
+from lockstep.trainer.checkpoint import checkpoint, reader
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.config.changes import changes, flat
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
@@ -37,21 +37,6 @@ class Resumed:
     warnings: tuple[str, ...] = ()
 
 
-def belongs_to(path: str | Path, checkpoints: Path) -> bool:
-    """True if a checkpoint lies in this directory of checkpoints."""
-    return Path(path).resolve().parent == checkpoints.resolve()
-
-
-def select(resume: str, run: Path, distributed: Distributed) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint that the setting selects (None: a new run), and a message on each skipped one.
-
-    run: directory of the run. A collective, before anything heavy starts. Raises `CheckpointError` on all ranks if it
-    is not complete.
-    """
-    path, messages = distributed.together(lambda: checkpoint.find(resume, run / "checkpoints"))
-    return path, [f"checkpoint skipped: {message}" for message in messages]
-
-
 def restore(
     path: Path, config: Config, settings: Mapping[str, Any], checkpoints: Path, distributed: Distributed
 ) -> Resumed:
@@ -60,15 +45,15 @@ def restore(
     settings: the configuration as checkpoints store it. checkpoints: directory of those of this run. Raises
     `CheckpointError` on all ranks if it cannot be loaded.
     """
-    before = checkpoint.saved_settings(path) or {}
+    before = reader.saved_settings(path) or {}
     _refuse_other_optimizer(path, before, config.optimizer.name)
-    state = checkpoint.load(path, distributed)
+    state = reader.load(path, distributed)
     kl_coef, warnings = _continued("kl_coef", "kl_target", state.kl_coef, before, config.algorithm)
     entropy_coef, changed_entropy = _continued(
         "entropy_coef", "entropy_target", state.entropy_coef, before, config.algorithm
     )
     warnings += changed_entropy
-    if checkpoint.is_resharded(path, distributed):
+    if reader.is_resharded(path, distributed):
         warnings.append(
             f"{path.name} was saved by other ranks: parameters and moments are restored bit for bit, but sums over "
             f"{distributed.world_size} rank(s) with ZeRO stage {distributed.zero_stage} round in another order from "
@@ -83,7 +68,7 @@ def restore(
                 f"from now on the learning rate follows its {config.optimizer.schedule} schedule over {config.updates} "
                 "updates"
             )
-    is_fork = not belongs_to(path, checkpoints)
+    is_fork = not checkpoint.belongs_to(path, checkpoints)
     if not is_fork and config.resume != "auto":
         numbers = (other.name.removeprefix("step-") for other in checkpoints.glob("step-*"))
         newer = [f"step-{number}" for number in numbers if number.isdecimal() and int(number) > state.update]

@@ -21,6 +21,7 @@ Rank 0 chooses the name and broadcasts it, because a name may contain the time.
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +32,7 @@ from omegaconf import OmegaConf
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.plain_files import write_whole
 from lockstep.rollout.system.user_functions import is_object, name_of
-from lockstep.trainer.checkpoint.checkpoint import point_latest_at
-from lockstep.trainer.checkpoint.resume import belongs_to
+from lockstep.trainer.checkpoint.checkpoint import belongs_to, point_latest_at
 from lockstep.trainer.command_line import command, settings_files
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
@@ -61,8 +61,8 @@ class RunDirectory:
 def open_run(config: Config, distributed: Distributed) -> tuple[RunDirectory, IO[str] | None]:
     """Create or reopen the directory of this run; a collective.
 
-    Returns the directory and, on rank 0, the lock file, which the process must keep open. Raises `ConfigError` on all
-    ranks if the name is taken and the run is not resumed, or if another process holds the lock.
+    Returns the directory and, on rank 0, the lock file, which must stay open while the run lasts. Raises `ConfigError`
+    on all ranks if the name is taken and the run is not resumed, or if a run holds the lock.
     """
     lock: IO[str] | None = None
 
@@ -115,9 +115,14 @@ def _free_name(root: Path, label: str) -> str:
 
 
 def _lock(run: RunDirectory) -> IO[str]:
-    file = (run.path / ".lock").open("a")
+    file = (run.path / ".lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another process is running in {run.path}; set run_name=<another name>") from None
+        file.seek(0)
+        whose = "this" if file.read() == str(os.getpid()) else "another"
+        raise ConfigError(f"{whose} process is running in {run.path}; set run_name=<another name>") from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
     return file

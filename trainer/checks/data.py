@@ -12,7 +12,7 @@ from lockstep.rollout.environments import declaration, declared_parts, environme
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.system.user_functions import is_object
 from lockstep.trainer.checks.declared import value_problems
-from lockstep.trainer.checks.names import lacks_model, scores_groups_alone
+from lockstep.trainer.checks.names import lacks_model, run_problem, scores_groups_alone
 from lockstep.trainer.config.groups.data_settings import DataConfig, DataSetConfig, DemonstrationsConfig
 from lockstep.trainer.config.groups.evaluation_settings import EvalConfig, LmEvalConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
@@ -143,6 +143,8 @@ def evaluation_problems(
         return
     if other.endswith(".json") and not file_exists(other):
         yield f"eval.compare_to={other} does not exist (looked in {Path.cwd()}); write it with eval.output={other}"
+    elif not other.endswith(".json") and (problem := run_problem("eval.compare_to", other)):
+        yield problem
     elif not other.endswith(".json") and lacks_model(other):
         yield f"eval.compare_to={other} has no config.json; expected a model, or the JSON file of an evaluation"
 

@@ -49,14 +49,20 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def model_problems(model: ModelConfig, teacher: TeacherConfig) -> Iterator[str]:
     """Yield one sentence per missing model directory; hub ids are checked when they are loaded."""
+    paths = {
+        **{f"model.{name}": getattr(model, name) for name in ("path", "reference_path", "critic_path")},
+        "teacher.path": teacher.path,
+    }
+    runs = {setting: problem for setting, path in paths.items() if path and (problem := run_problem(setting, path))}
+    yield from runs.values()
     for name in ("reference_path", "critic_path"):
         path = getattr(model, name)
-        if path is not None and lacks_model(path):
+        if path is not None and lacks_model(path) and f"model.{name}" not in runs:
             yield (
                 f"model.{name}={path} has no config.json; set it to a directory written by `save_pretrained`, or set "
                 f"model.{name}=null for model.path"
             )
-    if teacher.path is not None and lacks_model(teacher.path):
+    if teacher.path is not None and lacks_model(teacher.path) and "teacher.path" not in runs:
         yield (
             f"teacher.path={teacher.path} has no config.json; set it to a directory written by "
             "`save_pretrained`, or a hub id"
@@ -66,10 +72,28 @@ def model_problems(model: ModelConfig, teacher: TeacherConfig) -> Iterator[str]:
             template_text(model.chat_template)
         except ConfigError as error:
             yield str(error)
-    if model.path and lacks_model(model.path):  # `missing_problems` reports an empty one
+    if model.path and lacks_model(model.path) and "model.path" not in runs:  # `missing_problems` reports an empty one
         command = model_command(model.path)
         make = f"run `{command}`" if command else "expected a saved model"
         yield f"model.path={model.path} has no config.json; {make}, or set model.path=<directory or hub id>"
+
+
+def run_problem(setting: str, path: str) -> str:
+    """Return a sentence for a run or a checkpoint in place of a model; "" for another path."""
+    run, checkpoint = path, "<update>"
+    if file_exists(f"{path}/manifest.json"):
+        run, checkpoint = str(Path(path).parent.parent), Path(path).name.removeprefix("step-")
+        kind = "a checkpoint, which holds no model files"
+    elif not file_exists(f"{path}/config.yaml"):
+        return ""
+    elif file_exists(f"{path}/model/config.json"):
+        return f"{setting}={path} is a run; set {setting}={path}/model for the model that it has left"
+    else:
+        kind = "a run without a saved model"
+    return (
+        f"{setting}={path} is {kind}; write the model of a checkpoint with `lockstep publish {run} --repo "
+        f"<user>/<name> --checkpoint {checkpoint} --out <folder>`, and set {setting}=<folder>"
+    )
 
 
 def repository_problems(repo: str | None) -> Iterator[str]:

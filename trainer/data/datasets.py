@@ -244,11 +244,11 @@ def rename(row: Mapping[str, Any], columns: Columns, *, of: str) -> dict[str, An
     """Return a copy of the row with renamed columns. of: name of the data set, for errors.
 
     `columns` maps new names to columns. A nested column is a path, `reward_model.ground_truth`; text on the way is
-    parsed as JSON. Null leaves the column out. Other columns stay; the old names of renamed ones go. Raises `DataError`
-    without such a column, and lists those of the row.
+    parsed as JSON. Null leaves the column out. Other columns stay, and a renamed one is there under both names, because
+    rewards may read either. Raises `DataError` without such a column, and lists those of the row.
     """
     values = {name: _find(row, path, name, of) for name, path in columns.items() if path is not None}
-    others = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+    others = {name: value for name, value in row.items() if name not in columns}
     if any(name in values for name in PROMPT_COLUMNS):
         # An environment takes the first prompt column it finds, which must be the chosen one.
         others = {name: value for name, value in others.items() if name not in PROMPT_COLUMNS}

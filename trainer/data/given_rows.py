@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy
+
 from lockstep.rollout.errors import DataError
 from lockstep.trainer.data.reader import UNREADABLE, Record, Row, Rows, every, json_object, reason, silent
 
@@ -68,10 +70,17 @@ def _records(values: Iterable[Any]) -> Iterator[Record[Row]]:
 def _row(value: Any) -> Row:
     """Return the row as a file would hold it. Raises `DataError` for what JSON does not have."""
     try:
-        text = json.dumps(_checked(value))
+        text = json.dumps(_checked(value), default=_plain)
     except UNREADABLE as error:
-        raise DataError(f"{reason(error)}, which JSON does not have; convert it to numbers, texts or lists") from error
+        raise DataError(f"{reason(error)}; convert it to numbers, texts or lists") from error
     return json_object(text)
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar or an array of NumPy or torch as numbers. Raises TypeError for what JSON does not have."""
+    if isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in "biufU":
+        return value.tolist()
+    raise TypeError(f"found a value of type {type(value).__name__}, which JSON does not have")
 
 
 def _checked(value: Any) -> Any:
@@ -80,7 +89,7 @@ def _checked(value: Any) -> Any:
     while level:
         for key in (key for item in level if isinstance(item, dict) for key in item):
             if not isinstance(key, str):
-                raise TypeError(f"found the key {key!r} of type {type(key).__name__}")
+                raise TypeError(f"found the key {key!r} of type {type(key).__name__}, which JSON does not have")
         children = [child for item in level if isinstance(item, dict) for child in item.values()]
         level = children + [child for item in level if isinstance(item, list | tuple) for child in item]
     return value

@@ -46,12 +46,11 @@ class RowCheck:
             yield str(error)
         for name, column, settings in self._rewards:
             if is_empty(row.get(column)):
-                there = ", ".join(key for key, value in row.items() if not is_empty(value))
+                there = ", ".join(f"{key} (empty)" if is_empty(value) else key for key, value in row.items())
                 other = "" if name in WITH_FIXED_COLUMN else f", or reward.settings.{name}.column=<column>"
-                yield (
-                    f"the reward {name} needs column {column!r}, the row has {there or 'none'}; set "
-                    f"'data.columns={{{column}: <column>}}'{other}"
-                )
+                remedy = f"set 'data.columns={{{column}: <column>}}'{other}"
+                remedy = "fill it, or leave the row out" if column in row else remedy
+                yield f"the reward {name} needs column {column!r}, the row has {there or 'none'}; {remedy}"
             elif name not in ISOLATED:
                 try:
                     FUNCTIONS[name](Rollout(rollout_id=0, group_id=0, calls=(), example=row), **settings)

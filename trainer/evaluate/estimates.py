@@ -4,7 +4,8 @@ The unit is the prompt: samples of one prompt are correlated, so every spread is
 "Adding error bars to evals", section on clustered errors). Intervals cover the choice of prompts and of samples.
 
 Covered: proportions (Wilson interval with the effective number of prompts), means and paired differences (normal
-interval of the mean over prompts). Not covered: fewer than about 20 prompts, for which normal intervals are too narrow.
+interval of the mean over prompts; where all values are equal, Wilson's and Tango's for zeros and ones, else none). Not
+covered: fewer than about 20 prompts, for which normal intervals are too narrow.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ Z_95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A value with its 95 % interval."""
+    """A value with its 95 % interval, unbounded if the values do not determine one."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        bounds = f"{self.low:.3f}, {self.high:.3f}" if math.isfinite(self.low) else "one prompt: no interval"
-        return f"{self.value:.3f} [{bounds}]"
+        return self.text(".3f")
+
+    def text(self, form: str) -> str:
+        """Write value and bounds, each in the form of a number."""
+        bounds = f"{self.low:{form}}, {self.high:{form}}"
+        if not math.isfinite(self.low):
+            bounds = "no interval from one prompt or equal values"
+        return f"{self.value:{form}} [{bounds}]"
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -73,10 +80,22 @@ def proportion(values: Sequence[float], *, trials_per_value: int) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Return the mean over prompts with its normal interval, ± 1.96 s / √n; unbounded for a single prompt."""
+    """Return the mean over prompts with its normal interval, ± 1.96 s / √n.
+
+    Equal values have no spread: the interval is Wilson's if all are 0 or all are 1, else unbounded, as for one prompt.
+    """
     value = statistics.fmean(values)
+    if len(values) > 1 and _are_equal(values):
+        if values[0] in (0, 1):
+            return proportion(values, trials_per_value=1)
+        return Estimate(value=value, low=-math.inf, high=math.inf)
     half = Z_95 * standard_error(values)
     return Estimate(value=value, low=value - half, high=value + half)
+
+
+def _are_equal(values: Sequence[float]) -> bool:
+    """Return True for values that differ by rounding only."""
+    return all(math.isclose(value, values[0], rel_tol=1e-12, abs_tol=1e-12) for value in values)
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -85,5 +104,18 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Return the mean of second - first over the same prompts: common difficulty cancels, so the interval narrows."""
-    return mean([b - a for a, b in zip(first, second, strict=True)])
+    """Return the mean of second - first over the same prompts: common difficulty cancels, so the interval narrows.
+
+    Equal differences have no spread: the interval is Tango's (1998) if all values are 0 or 1, else unbounded.
+    """
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    n, value = len(differences), statistics.fmean(differences)
+    if n > 1 and _are_equal(differences):
+        if not {*first, *second} <= {0, 1}:
+            return Estimate(value=value, low=-math.inf, high=math.inf)
+        # His score statistic solved for n pairs with one difference: n δ² / (|δ| (1 - |δ|)) = z² for 0, n (1 - δ) /
+        # (1 + δ) = z² for 1.
+        margin = Z_95**2 / (n + Z_95**2)
+        low, high = {0: (-margin, margin), 1: (1 - 2 * margin, 1.0), -1: (-1.0, 2 * margin - 1)}[round(value)]
+        return Estimate(value=value, low=low, high=high)
+    return mean(differences)

@@ -227,7 +227,8 @@ def _compare(first: SetResult, second: SetResult) -> Comparison:
         f"pass@{k}": estimates.paired_difference([a.pass_at(k) for a, _ in pairs], [b.pass_at(k) for _, b in pairs])
         for k in estimates.ks_of(second.num_samples)
     }
-    return Comparison.of(second.name, "prompts", {"reward_mean": estimates.mean(gains), **rates}, gains)
+    rewards = estimates.paired_difference([a.mean_reward for a, _ in pairs], [b.mean_reward for _, b in pairs])
+    return Comparison.of(second.name, "prompts", {"reward_mean": rewards, **rates}, gains)
 
 
 def write_results(
@@ -357,4 +358,4 @@ def _rows(results: Sequence[SetResult]) -> Iterator[tuple[str, SetResult]]:
 
 def signed(estimate: Estimate) -> str:
     mark = "" if estimate.low <= 0 <= estimate.high else " *"
-    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]{mark}"
+    return f"{estimate.text('+.3f')}{mark}"

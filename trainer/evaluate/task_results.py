@@ -174,6 +174,8 @@ def _slope(form: str, x: float) -> float:
 
 
 def _around(value: float, stderr: float) -> Estimate:
+    """Return the normal interval; an unbounded one if the documents show no spread."""
+    stderr = stderr or math.inf
     return Estimate(value=value, low=value - Z_95 * stderr, high=value + Z_95 * stderr)
 
 
@@ -202,6 +204,13 @@ def _compare(first: TaskMetric, second: TaskMetric) -> Comparison:
     if first.form is not None and first.form == second.form:
         shifts = [b - a for a, b in zip(first.influences(), second.influences(), strict=True)]
         differences[""] = _around(second.value - first.value, estimates.standard_error(shifts))
+        values = [[document.value for document in metric.documents] for metric in (first, second)]
+        if (
+            first.form == "mean"
+            and {*values[0], *values[1]} <= {0.0, 1.0}
+            and not any(gains[0] - gain for gain in gains)
+        ):
+            differences[""] = estimates.paired_difference(*values)
     return Comparison.of(second.name, "documents", differences, gains)
 
 

@@ -30,6 +30,10 @@ SETTINGS = {
 """Settings of thresholds, by field."""
 DROPPED = "rollout/dropped_"
 """Prefix of the metrics that count the rollouts of a step that are not trained, by cause."""
+CUT_OFF = {"truncated": "rollout.max_tokens_per_turn", "context_full": "rollout.max_model_len"}
+"""Setting that cuts rollouts off, by their status."""
+TOOL_CALLS, TOOL_ERRORS = "environment/tool_calls", "environment/tool_errors"
+"""Metrics of tools: calls, and those that fail, per rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,10 @@ class AlarmThresholds:
     """Alarm if the share of trained positions with the engine's own id and logprob is below."""
     dropped: float = 0.05
     """Alarm if the share of a step's rollouts that fail is above."""
+    tool_errors: float = 0.5
+    """Alarm if the share of a step's tool calls that fail is above."""
+    cut_off: float = 0.5
+    """Share of a step's rollouts above which their limits are the likely cause of equal rewards."""
     solved: float = 1.0
     """Reward from which a rollout passes."""
 
@@ -107,26 +115,58 @@ def alarms(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[st
             f"rollout/token_match_rate is {match_rate:.6g}, below {thresholds.token_match_rate:g}: tokens are trained "
             "that the engine did not sample. Run lockstep diagnose."
         )
+    tools = _failed_tools(metrics, thresholds)
+    if tools:
+        messages.append(
+            f"{TOOL_ERRORS} is {metrics[TOOL_ERRORS]:.3g} of {metrics[TOOL_CALLS]:.3g} calls per rollout: most tool "
+            f"calls fail ({tools}). Read their answers with lockstep inspect-run."
+        )
+    limits = _limits(metrics, thresholds)
     is_fine = "teacher/kl" in metrics or _is_solved(metrics, thresholds)  # a signal without rewards, or all is learned
     if metrics.get("reward/zero_std_fraction") == 1.0 and metrics.get("reward/std") != 0.0 and not is_fine:
+        entropy = metrics.get("policy/entropy", math.nan)
+        repeats = (
+            f"With policy/entropy {entropy:.3g} the policy may repeat itself: read some rollouts with lockstep "
+            "inspect-run, and lower optimizer.lr or set algorithm=adaptive_entropy."
+        )
         messages.append(
             "reward/zero_std_fraction is 1: the rollouts of each prompt have equal rewards, so none is better than "
-            f"another. With policy/entropy {metrics.get('policy/entropy', math.nan):.3g} the policy may repeat itself: "
-            "read some rollouts with lockstep inspect-run, and lower optimizer.lr or set algorithm=adaptive_entropy."
+            f"another. {limits or repeats}"
         )
     if metrics.get("reward/std") == 0.0 and not _is_solved(metrics, thresholds):
+        cause = "The task is too hard for the model, or the reward does not recognize right answers."
+        cause = "Mend the tools first: most of their calls fail." if tools else cause
         messages.append(
             f"reward/std is 0: every rollout of this step has the reward {metrics.get('reward/mean', math.nan):g}, so "
-            "none is better than another: the task is too hard for the model, or the reward does not recognize right "
-            "answers. Read some with lockstep inspect-run."
+            f"none is better than another. {limits or cause} Read some with lockstep inspect-run."
         )
     share = metrics.get(f"{DROPPED}fraction", math.nan)
     if share > thresholds.dropped:
         messages.append(
             f"{DROPPED}fraction is {share:.3g}, above {thresholds.dropped:g}: rollouts of this step fail "
-            f"({dropped(metrics)}) and are not trained. Read why with lockstep inspect-run."
+            f"({dropped(metrics)}) and are not trained. Read why with lockstep inspect-run --failed."
         )
     return messages
+
+
+def _failed_tools(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> str:
+    """Return the faults of most tool calls with their shares, the most frequent first; "" if most calls succeed."""
+    calls, errors = metrics.get(TOOL_CALLS, math.nan), metrics.get(TOOL_ERRORS, 0.0)
+    if not errors > thresholds.tool_errors * calls:
+        return ""
+    prefix = f"{TOOL_ERRORS}_"
+    faults = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    ranked = sorted((fault for fault in faults if faults[fault] > 0), key=lambda fault: -faults[fault])
+    return ", ".join(f"{fault.replace('_', ' ')} {faults[fault] / errors:.0%}" for fault in ranked) or "no cause given"
+
+
+def _limits(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> str:
+    """Return a sentence on the limits that cut most rollouts off; "" if most come to their own end."""
+    shares = {status: metrics.get(f"rollout/{status}_fraction", 0.0) for status in CUT_OFF}
+    if not sum(shares.values()) > thresholds.cut_off:
+        return ""
+    settings = [CUT_OFF[status] for status in sorted(CUT_OFF, key=lambda status: -shares[status]) if shares[status] > 0]
+    return f"{sum(shares.values()):.0%} of the rollouts are cut off before their end: raise {' and '.join(settings)}."
 
 
 def disagreement(metrics: Mapping[str, float], thresholds: AlarmThresholds, *, device_type: str = "cpu") -> str | None:
@@ -173,8 +213,15 @@ def notes(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> list[str
 
 def dropped(metrics: Mapping[str, float]) -> str:
     """Return the rollouts of a step that are not trained, by cause, in words; "" for none."""
-    counts = {name.removeprefix(DROPPED): int(value) for name, value in metrics.items() if name.startswith(DROPPED)}
-    return ", ".join(f"{cause} {count}" for cause, count in counts.items() if count and cause != "fraction")
+    return ", ".join(f"{cause} {count}" for cause, count in dropped_counts(metrics).items())
+
+
+def dropped_counts(metrics: Mapping[str, float | None]) -> dict[str, int]:
+    """Return the number of rollouts of a step that are not trained, by cause."""
+    counts = {
+        name.removeprefix(DROPPED): int(value or 0) for name, value in metrics.items() if name.startswith(DROPPED)
+    }
+    return {cause: count for cause, count in counts.items() if count and cause != "fraction"}
 
 
 def _is_solved(metrics: Mapping[str, float], thresholds: AlarmThresholds) -> bool:

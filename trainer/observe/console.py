@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from rich.text import Text
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.sampler.sampler import OnRollout
-from lockstep.trainer.observe.alarms import dropped
+from lockstep.trainer.observe.alarms import TOOL_ERRORS, dropped
 from lockstep.trainer.observe.progress import ProgressLines
 from lockstep.trainer.observe.transcript import conversation
 
@@ -80,6 +81,7 @@ COLUMNS = (
     Column(name="turns", key="rollout/turns", form="{:.2f}", width=5, rank=4),
     Column(name="truncated", key="rollout/truncated_fraction", form="{:.1%}", width=9, rank=4, is_event=True),
     Column(name="context full", key="rollout/context_full_fraction", form="{:.1%}", width=12, rank=4, is_event=True),
+    Column(name="tool errors", key=TOOL_ERRORS, form="{:.2f}", width=11, rank=4, is_event=True),
     Column(name="kl", key="rollout_correction/kl", form="{:+.1e}", width=8, rank=1),
     Column(name="ess", key="rollout_correction/ess", form="{:.3f}", width=5, rank=2),
     Column(name="|Δlogp|max", key="rollout_correction/logp_diff_abs_max", form="{:.1e}", width=10, rank=5),
@@ -133,8 +135,14 @@ class RunConsole:
     ) -> None:
         """rewards: names of the reward functions; several have a column each. periodic: what the remaining time
         includes beside the updates, by name."""
-        # In a notebook rich would make an output of its own of every line.
-        self._console = Console(quiet=not enabled, highlight=False, force_jupyter=False)
+        # In a notebook rich would make an output of its own of every line; and the kernel asks for colors
+        # (FORCE_COLOR), which rich takes for a terminal, although nothing there moves the cursor.
+        self._console = Console(
+            quiet=not enabled,
+            highlight=False,
+            force_jupyter=False,
+            force_terminal=None if sys.stdout.isatty() else False,
+        )
         self._total_updates = total_updates
         self._rows = 0
         self._all_columns = with_rewards(rewards)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.rollout.system.plain_files import plain_lines, write_whole
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
-from lockstep.trainer.observe.trackers.background import KINDS, Background
 from lockstep.trainer.observe.trackers.tracker import Lineage, Medium, Session, Tracker
 
 if TYPE_CHECKING:
@@ -66,9 +65,12 @@ class MetricsLog:
             settings=config, directory=path.parent, run_config=run_config, resumed_at=lineage.continued_update
         )
         self._places: dict[str, str] = {}
-        for kind in map(KINDS.__getitem__, config.trackers):
-            self._trackers[kind.label] = Background(kind, session, self.tolerating)
-            self._places[kind.label] = str(kind.place(config, path.parent))
+        if config.trackers:
+            from lockstep.trainer.observe.trackers.background import KINDS, Background  # other runs do not load it
+
+            for kind in map(KINDS.__getitem__, config.trackers):
+                self._trackers[kind.label] = Background(kind, session, self.tolerating)
+                self._places[kind.label] = str(kind.place(config, path.parent))
 
     @property
     def url(self) -> str | None:
@@ -85,7 +87,7 @@ class MetricsLog:
         """Write one step; the file has the time, too. Non-finite numbers become null, because JSON has none."""
         if self._errors:
             metrics = {**metrics, "health/logger_errors": float(self._errors)}
-        values = {**metrics, RUN_SECONDS: process_seconds(), "time/unix": time.time()}
+        values = {**metrics, RUN_SECONDS: run_seconds(), "time/unix": time.time()}
         line = {"step": step, **{k: (v if math.isfinite(v) else None) for k, v in sorted(values.items())}}
         with self.tolerating(str(self._path)), self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -146,8 +148,21 @@ class MetricsLog:
                 )
 
 
-def process_seconds() -> float:
-    """Return the age of this process [s]."""
+_before_run = 0.0
+
+
+def begin_run() -> None:
+    """Let the time of a run begin now, in a program that did other things before."""
+    global _before_run
+    _before_run = _process_seconds()
+
+
+def run_seconds() -> float:
+    """Return the age of the run in this process [s]: that of the process, which a command starts for it."""
+    return _process_seconds() - _before_run
+
+
+def _process_seconds() -> float:
     start_s = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_s
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from lockstep.rollout.errors import ConfigError, DataError, RewardError, TrainingError
 from lockstep.rollout.system.captured_output import redirect_output
+from lockstep.rollout.system.user_functions import is_of_user
 
 OWN = ("lockstep",)
 VERBOSE_LIBRARIES = (
@@ -102,7 +103,8 @@ class ThirdPartyLog:
         try:
             yield
         except Exception as error:
-            if not isinstance(error, OF_USERS) and self.path is not None and self.path.is_file():
+            is_of_library = not isinstance(error, OF_USERS) and not is_of_user(error)
+            if is_of_library and self.path is not None and self.path.is_file():
                 lines = _text(self.path).splitlines()[-SHOWN_LINES:]
                 print(f"the last lines of {self.path}:", *lines, sep="\n  ", file=sys.stderr)
             raise

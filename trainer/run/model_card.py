@@ -17,6 +17,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from lockstep.rollout.engine.adapters import RANKS, buffer_rank
+from lockstep.rollout.system.user_functions import holds_objects, is_object, name_of
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.paths import path_exists
 from lockstep.trainer.config.redaction import override_value, redact_text
@@ -82,8 +83,7 @@ def model_card(model: TrainedModel, *, has_curve: bool) -> ModelCard:
         f"{base} is not on the hub: load it first, then the adapter on it." if model.adapter and is_here else "",
         _use(model, base),
         "## Reproduce",
-        f"```bash\nlockstep train {_words(model)}\n```",
-        "Of local files the command has the names only.",
+        _reproduction(model),
         _table(["package", "version"], _versions(model.provenance)),
     ]
     front = data.to_yaml(original_order=None).strip()
@@ -138,11 +138,27 @@ def _public_value(value: Any) -> Any:
     return public(value) if isinstance(value, str) else value
 
 
-def _words(model: TrainedModel) -> str:
-    """Return the settings that are not the defaults, as words of a command line."""
+def _reproduction(model: TrainedModel) -> str:
+    """Return the command of the run, or its call with the names of the objects that a program gave."""
     changed = [one for one in settings(plain(model.config)) if one.is_changed]
-    names = {".".join(one.path): override_value(_public_value(one.value)) for one in changed}
-    return shlex.join(f"{name}={value}" for name, value in names.items() if not OF_ONE_MACHINE.match(name))
+    values = {".".join(one.path): _public_value(one.value) for one in changed}
+    values = {name: value for name, value in values.items() if not OF_ONE_MACHINE.match(name)}
+    words = [f"{name}={override_value(value)}" for name, value in values.items()]
+    if not holds_objects(words):
+        return f"```bash\nlockstep train {shlex.join(words)}\n```\n\nOf local files the command has the names only."
+    arguments = "".join(f"    {name!r}: {_in_python(value)},\n" for name, value in values.items())
+    return (
+        f"```python\nlockstep.train(**{{\n{arguments}}})\n```\n\nIt was trained from Python: names in < > are objects "
+        "of that program (rows, functions, classes), which are not published here."
+    )
+
+
+def _in_python(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_python, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_in_python(item)}" for name, item in value.items()) + "}"
+    return f"<{name_of(value)}>" if isinstance(value, str) and is_object(value) else repr(value)
 
 
 def _facts(model: TrainedModel) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from lockstep.trainer.compose import describe_task
 from lockstep.trainer.config.redaction import REDACTED, override_value, redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings
+from lockstep.trainer.observe.alarms import dropped_counts
 from lockstep.trainer.observe.metrics_log import RUN_SECONDS
 from lockstep.trainer.observe.trackers.view import lockstep, short_path
 
@@ -23,7 +25,7 @@ SAMPLED_AND_SCORED = re.compile(r"(experiment|model|data|environment|reward|roll
 """Settings on which an evaluation depends."""
 TRAINING_ONLY = (
     *("model.path=", "model.lora.", "model.critic", "model.reference_path=", "model.gradient_checkpointing="),
-    "eval.every=",
+    *("eval.every=", "eval.before_training="),
 )
 
 CURVES = {"reward/mean": ("mean reward", 3), "loss/demonstrations": ("mean loss", 4)}
@@ -34,14 +36,16 @@ MOST_STEPS = 5
 
 
 def outcome(lines: Iterable[Mapping[str, float | None]], update: int, heldout: Sequence[str], *, seconds: float) -> str:
-    """Return what a run has reached: updates, time, and the reward at both ends, or the loss without rollouts.
+    """Return what a run has reached: updates, time, the reward at both ends, or the loss without rollouts, and drops.
 
     lines: of metrics.jsonl. update: the last one. heldout: results on held-out sets. seconds: age of this process.
     """
     ages = []
     curves: dict[str, list[float]] = {name: [] for name in CURVES}
     losses: dict[str, dict[int, float]] = {}
+    drops: Counter[str] = Counter()
     for line in lines:
+        drops.update(dropped_counts(line))
         ages += [age] if (age := line.get(RUN_SECONDS)) else []
         for name, value in line.items():
             if value is not None and name in curves:
@@ -57,6 +61,9 @@ def outcome(lines: Iterable[Mapping[str, float | None]], update: int, heldout: S
         last = max(by_update)
         after = f"{by_update[last]:.4f} after update {last}" if last else ""
         parts.append(f"{name} {' and '.join(filter(None, [before, after]))}")
+    if drops:
+        causes = ", ".join(f"{cause} {count}" for cause, count in drops.most_common())
+        parts.append(f"{drops.total()} rollouts were not trained: {causes}")
     return "; ".join([f"reached update {update} in {timedelta(seconds=round(total_s))}", *parts])
 
 
@@ -89,20 +96,16 @@ def next_steps(
     command in front of `train`. adapter: what was trained, if its weights stay apart from those of
     `model.path`; None: `model`. trackers: text for each tracker.
     """
-    shown_run, shown_model = short_path(run), short_path(model)
+    shown_run = short_path(run)
     goal = config.updates if update < config.updates else 2 * config.updates
     # The command line of a resumed run does not repeat its settings.
     own = redact_words(words) if config.resume == "never" else changed_words(plain(config))
-    evaluation_words = [word for word in own if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
-    by_turn = ["algorithm.turn_rewards=true"] if config.algorithm.turn_rewards else []
-    model_words = [f"model.path={shown_model}", *by_turn]
-    if adapter is not None:
-        base = [word for word in own if word.startswith("model.path=")]
-        model_words = [*base, *by_turn, f"model.adapters={{trained: {short_path(adapter)}}}"]
-    evaluate = f"{lockstep()} evaluate {shlex.join([*model_words, *evaluation_words])}"
+    evaluate = evaluate_command(
+        own, base=config.model.path, model=model, adapter=adapter, by_turn=config.algorithm.turn_rewards
+    )
     inspect = f"{lockstep()} inspect-run {shlex.quote(shown_run)}"
     lines = {
-        **({"model": shown_model} if adapter is None else {"adapter": short_path(adapter)}),
+        **({"model": short_path(model)} if adapter is None else {"adapter": short_path(adapter)}),
         **({"critic": short_path(critic)} if critic else {}),
         "resume": resume_command(words, run=run, updates=goal, launcher=launcher),
         **({"evaluate": evaluate} if config.has_rollouts and config.heldout_sets() and not holds_objects(own) else {}),
@@ -111,6 +114,23 @@ def next_steps(
         **trackers,
     }
     return "\n".join(f"{name:<14} {text}" for name, text in lines.items())
+
+
+def evaluate_command(words: Sequence[str], *, base: str, model: Path, adapter: Path | None, by_turn: bool) -> str:
+    """Return the command that evaluates a trained model, and compares it with the one it began from.
+
+    words: of its run. base: `model.path` there. adapter: as for `next_steps`. by_turn: `algorithm.turn_rewards`.
+    """
+    own = {word.partition("=")[0].lstrip("+"): word for word in words}  # typed words come after those of a file
+    sampling = [word for word in own.values() if SAMPLED_AND_SCORED.match(word) and not word.startswith(TRAINING_ONLY)]
+    turn_words = ["algorithm.turn_rewards=true"] if by_turn else []
+    if adapter is not None:  # compared with the model without it
+        base_words = [own["model.path"]] if "model.path" in own else []
+        words = [*base_words, *turn_words, f"model.adapters={{trained: {short_path(adapter)}}}", *sampling]
+    else:
+        comparison = [f"eval.compare_to={override_value(base)}"] if base and "eval.compare_to" not in own else []
+        words = [f"model.path={short_path(model)}", *turn_words, *sampling, *comparison]
+    return f"{lockstep()} evaluate {shlex.join(words)}"
 
 
 def all_words() -> list[str]:
@@ -134,8 +154,11 @@ def described_task(config: Config) -> str:
 def resume_command(words: Sequence[str], *, run: Path, updates: int, launcher: str) -> str:
     """Return the command that continues a run. Arguments as for `next_steps`."""
     if is_call():
+        again = (
+            f"lockstep.Run({str(run)!r}).resume(updates={updates}), with what has changed as arguments (rewards=...)"
+        )
         place = f"run_root={str(run.parent)!r}, run_name={run.name!r}, resume='auto', updates={updates}"
-        return f"in Python: <the run>.resume(updates={updates}), or lockstep.train(<the same arguments>, {place})"
+        return f"in Python: {again}; in another process: lockstep.train(<the same arguments>, {place})"
     # Its config.yaml holds all other settings, without secrets.
     again = [word for word in redact_words(words) if word.lstrip("+").startswith("run_root=") or REDACTED in word]
     again += [f"run_name={run.name}", "resume=auto", f"updates={updates}"]

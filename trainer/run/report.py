@@ -19,10 +19,10 @@ from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.memory_plan import GIB
 from lockstep.trainer.model.shape import update_flops
-from lockstep.trainer.observe.alarms import AlarmThresholds, alarms, notes
+from lockstep.trainer.observe.alarms import TOOL_ERRORS, AlarmThresholds, alarms, notes
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.first_step import first_demonstrations, first_step_summary
-from lockstep.trainer.observe.metrics_log import MetricsLog, metrics_lines, process_seconds
+from lockstep.trainer.observe.metrics_log import MetricsLog, metrics_lines, run_seconds
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.trackers.view import lockstep, short_path
 from lockstep.trainer.run.assembly import Parts
@@ -47,6 +47,7 @@ class Reporter:
         self.log = metrics
         self._explained: set[Cause | None] = set()
         """Causes of dropped rollouts of which the first was printed."""
+        self._has_shown_failed_call = False
         parts.updater.dump = self._dump
 
     def step(self, report: StepReport, evaluation: Mapping[str, float], *, before: int, checkpoint_s: float) -> None:
@@ -73,6 +74,12 @@ class Reporter:
             if rollout.error is not None and rollout.dropped_by not in self._explained:
                 self._explained.add(rollout.dropped_by)
                 self._console.warn(f"rollouts are dropped ({rollout.dropped_by}), this one because: {rollout.error}")
+        if any(sentence.startswith(TOOL_ERRORS) for sentence in sentences) and not self._has_shown_failed_call:
+            from lockstep.rollout.environments.toolbox import failed_call  # runs without tools do not load it
+
+            if answer := failed_call(report.rollouts):
+                self._has_shown_failed_call = True
+                self._console.warn(f"most tool calls fail, one of them with: {answer}")
         # A step that trained nothing has the update number of the one before it.
         suffix = f"-untrained-{self._parts.trainer.num_steps}" if report.update == before else ""
         if self._config.has_rollouts:
@@ -143,7 +150,7 @@ class Reporter:
         """Return what the run has reached, for one sentence; "" if its records cannot be read."""
         with self.log.tolerating("summing up the run"):
             lines = metrics_lines(self._directory.metrics) if self._directory.metrics.is_file() else ()
-            return outcome(lines, update, self._heldout(update), seconds=process_seconds())
+            return outcome(lines, update, self._heldout(update), seconds=run_seconds())
         return ""
 
     def _heldout(self, update: int) -> list[str]:

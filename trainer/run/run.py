@@ -17,8 +17,8 @@ from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
-from lockstep.trainer.checkpoint.resume import select
 from lockstep.trainer.checkpoint.run_dir import RunDirectory, open_run
+from lockstep.trainer.checkpoint.user_files import UserFiles
 from lockstep.trainer.checks.algorithm import algorithm_warnings
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import code_of_files, unisolated_settings
@@ -26,6 +26,7 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.observe.alarms import AlarmThresholds, disagreement
 from lockstep.trainer.observe.console import PeriodicWork, RunConsole
+from lockstep.trainer.observe.metrics_log import begin_run
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.run.assembly import Assembly, Parts, choose
 from lockstep.trainer.run.heartbeat import Heartbeat, WallTime
@@ -35,6 +36,7 @@ from lockstep.trainer.run.next_steps import all_words, described_task, resume_co
 from lockstep.trainer.run.provenance import with_hashes
 from lockstep.trainer.run.report import Reporter
 from lockstep.trainer.run.state import launcher_of, open_metrics, restore_state, save_model, save_state, state_of
+from lockstep.trainer.setting import declarations
 from lockstep.trainer.update.schedule import is_due
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ def run(
     Raises `LockstepError` on all ranks, and `SystemExit` on all ranks if SIGTERM to one of them stopped the run.
     """
     callbacks = callbacks or Callbacks(on_step=on_step or Callbacks().on_step)
+    if not callbacks.ends_process:
+        begin_run()
     libraries = ThirdPartyLog()
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
         distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
@@ -78,13 +82,19 @@ def run(
         distributed.together(lambda: refuse_unfit_models(config, console.say))
         config = choose(config, distributed, console)
         config = replace(config, algorithm=with_hashes(config.algorithm, distributed))
-        start, messages = select(config.resume, Path(config.run_root) / str(config.run_name), distributed)
-        directory, _lock = open_run(config, distributed)
-        libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
-        with libraries.shown_on_failure(), BackgroundLoop() as loop:
+        checkpoints = Path(config.run_root) / str(config.run_name) / "checkpoints"
+        start, messages = None, []
+        if config.resume != "never":
+            from lockstep.trainer.checkpoint import reader  # a new run does not load it
+
+            start, messages = distributed.together(lambda: reader.find(config.resume, checkpoints))
+        directory, lock = open_run(config, distributed)
+        # A traceback that a program keeps holds the lock file, which would stay open.
+        with lock or nullcontext(), libraries.shown_on_failure(), BackgroundLoop() as loop:
+            libraries.open(directory.logs / f"libraries-rank-{distributed.rank}.log", console.warn)
             console.say(f"run directory  {directory.path}\n{described_task(config)}")
             for sentence in messages:
-                console.warn(sentence)
+                console.warn(f"checkpoint skipped: {sentence}")
             if config.resume == "auto" and start is None:
                 console.say(f"resume=auto: no checkpoint in {directory.checkpoints}, so the run begins at update 0")
             if user_code := code_of_files(config.environment, config.reward, config.algorithm):
@@ -141,6 +151,12 @@ class Life:
             step_timeout_s=config.step_timeout_s,
             ends_run=config.on_step_timeout == "end",
         )
+        code = code_of_files(config.environment, config.reward, config.algorithm)
+        sets = [config.data.training_sets(), config.heldout_sets(), config.demonstration_sets()]
+        paths = [one.path for by_name in sets for one in by_name.values()]
+        paths += [value for declared, value in declarations(config).values() if declared.is_path and value]
+        # Now, before they are loaded; rank 0 writes the record.
+        self._files = distributed.together(lambda: UserFiles.of(code, paths if distributed.is_main else ()))
         self._profiler: StepProfiler | None = None
         if config.profile:
             from lockstep.trainer.run.profiling import StepProfiler  # other runs do not load it
@@ -159,9 +175,11 @@ class Life:
     def begin(self, parts: Parts, start: Path | None) -> None:
         """Restore the checkpoint to start from, and open the logs; from here on signals wait for an update."""
         self._interrupt = Interrupt(ends_process=self._callbacks.ends_process)
-        resumption = None if start is None else restore_state(start, parts, self._directory, self._console)
+        resumption = None
+        if start is not None:
+            resumption, self._files = restore_state(start, parts, self._directory, self._console, self._files)
         if self._distributed.is_main:
-            metrics = open_metrics(parts, self._directory, self._console, resumption)
+            metrics = open_metrics(parts, self._directory, self._console, resumption, self._files)
             self._reporter = Reporter(parts, self._directory, self._console, metrics)
 
     def train(self, parts: Parts) -> None:
@@ -278,7 +296,7 @@ class Life:
     def _save(self, parts: Parts, state: TrainerState) -> None:
         self._heartbeat.beat("checkpoint", update=state.update)
         start = time.perf_counter()
-        save_state(parts, self._directory, state)
+        save_state(parts, self._directory, state, self._files)
         self._checkpoint_s, self._saved_at = time.perf_counter() - start, state.update
         self._console.did("checkpoint", self._checkpoint_s)
 

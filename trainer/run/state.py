@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
-from lockstep.trainer.checkpoint.resume import Resumed, restore
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.checkpoint.user_files import UserFiles
 from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.data.prompts import Position
@@ -28,11 +29,16 @@ from lockstep.trainer.run.provenance import provenance
 from lockstep.trainer.update.entropy_control import EntropyControl
 
 if TYPE_CHECKING:
+    from lockstep.trainer.checkpoint.resume import Resumed
     from lockstep.trainer.distributed.weight_average import WeightAverage
 
 
-def restore_state(path: Path, parts: Parts, directory: RunDirectory, console: RunConsole) -> Resumed:
-    """Load a checkpoint; a collective."""
+def restore_state(
+    path: Path, parts: Parts, directory: RunDirectory, console: RunConsole, files: UserFiles
+) -> tuple[Resumed, UserFiles]:
+    """Load a checkpoint; a collective. Returns the files of the user with what was changed since the run began."""
+    from lockstep.trainer.checkpoint.resume import restore  # a new run does not load it
+
     resumption = restore(path, parts.config, plain(parts.config), directory.checkpoints, parts.distributed)
     state, guard = resumption.state, parts.updater.guard
     parts.trainer.num_steps = state.step
@@ -55,7 +61,13 @@ def restore_state(path: Path, parts: Parts, directory: RunDirectory, console: Ru
     console.say(f"{'forked' if resumption.is_fork else 'resumed'} from {resumption.path} at update {state.update}")
     for sentence in (*resumption.warnings, *filter(None, [other_data])):
         console.warn(sentence)
-    return resumption
+    before = UserFiles.read(path)
+    for name in files.changed_since(before):
+        console.warn(
+            f"{name} was changed after {path.name} was saved: the run used the earlier content up to update "
+            f"{state.update}, and uses the new one from now on"
+        )
+    return resumption, files.after(before, update=state.update)
 
 
 def _load_average(average: WeightAverage, path: Path, distributed: Distributed) -> bool:
@@ -64,13 +76,15 @@ def _load_average(average: WeightAverage, path: Path, distributed: Distributed) 
     return distributed.together(lambda: average.load(path))
 
 
-def open_metrics(parts: Parts, directory: RunDirectory, console: RunConsole, resumed: Resumed | None) -> MetricsLog:
+def open_metrics(
+    parts: Parts, directory: RunDirectory, console: RunConsole, resumed: Resumed | None, files: UserFiles
+) -> MetricsLog:
     """Open the logs on rank 0, after `restore_state`: lines after the restored update are dropped."""
     lineage = Lineage(run_id=parts.config.logger.wandb_id)
     if resumed is not None and lineage.run_id is None:
         state = resumed.state
         lineage = Lineage(run_id=state.wandb_id, update=state.update, is_same_run=not resumed.is_fork)
-    origin = provenance()
+    origin = {**provenance(), "files": asdict(files)}
     directory.provenance.write_text(json.dumps(origin, indent=2) + "\n")
     run_config: dict[str, Any] = {**plain(parts.config), "provenance": origin}
     metrics = MetricsLog(directory.metrics, parts.config.logger, run_config=run_config, lineage=lineage)
@@ -104,11 +118,13 @@ def state_of(parts: Parts, *, wandb_id: str | None) -> TrainerState:
     )
 
 
-def save_state(parts: Parts, directory: RunDirectory, state: TrainerState) -> None:
+def save_state(parts: Parts, directory: RunDirectory, state: TrainerState, files: UserFiles) -> None:
     """Write a checkpoint; a collective."""
     model = policy_of(parts.distributed.unwrapped).model
 
     def save_beside(place: Path) -> None:
+        if parts.distributed.is_main:
+            files.save(place)
         if is_adapted(model):
             save_adapter(model, place / ADAPTER_DIRECTORY, parts.distributed)
         if parts.averaged is not None:

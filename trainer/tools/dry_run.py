@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -32,10 +32,10 @@ from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.declaration import declaration_of
 from lockstep.rollout.environments.drivers import turn_by_turn
 from lockstep.rollout.environments.mixed import environment_of
-from lockstep.rollout.episode.environment import RunsItself
+from lockstep.rollout.episode.environment import RunsItself, messages_of_row
 from lockstep.rollout.episode.episode import run_episode
 from lockstep.rollout.episode.rows import rows_from_calls
-from lockstep.rollout.errors import ConfigError, LockstepError
+from lockstep.rollout.errors import ConfigError, LockstepError, TemplateError
 from lockstep.rollout.records import Cause, EngineCall, FinishReason, Rollout, TrainingRow, at_row
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -43,11 +43,12 @@ from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import make_chat, make_rewards, make_sampling
 from lockstep.trainer.checks.names import group_wise_rewards, scores_groups_alone
 from lockstep.trainer.command_line import typed_words
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
 from lockstep.trainer.data.prompt_filter import make_prompts
-from lockstep.trainer.data.prompts import Row, heldout_data
+from lockstep.trainer.data.prompts import DataSet, Row, heldout_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
 from lockstep.trainer.engines.start import check_engine, engine_settings
@@ -68,10 +69,11 @@ from lockstep.trainer.sft.demonstration_rows import Demonstrations, tokenized
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500
 """Length above which a row loses its middle."""
+MEASURED_ROWS = 20_000
+"""Rows of a data set whose prompts are counted in tokens."""
 SLOW_REWARDS = {MODEL, *JUDGES}
 """Reward functions that load weights or call another machine."""
 PLACEHOLDER = "(the model's answer)"
-NOTHING_SAMPLED = "nothing was sampled, because its prompt fills the context; raise rollout.max_model_len"
 
 
 @contextmanager
@@ -157,6 +159,9 @@ def dry_run(config: Config) -> None:
                 console.print()
                 console.print(conversation(rollout, wrapped=True))
                 _print_rows(console, rows_from_calls(rollout.calls), texts)
+        limit = config.rollout.max_model_len
+        sets = [*prompts.sets, *heldout.values()] if prompts and distributed.is_main else []
+        long = [sentence for data in sets for sentence in long_prompts(data, config.environment, chat, context=limit)]
         if batch:
             console.print(Rule("[bold]the first demonstrations[/bold]", style="dim", align="left"))
             _print_rows(console, batch.rows[:SHOWN_ROWS], texts)
@@ -165,7 +170,7 @@ def dry_run(config: Config) -> None:
     overrides = shlex.join(redact_words(words if is_typed else [*words, "dry_run=false"]))
     launcher = lockstep() if distributed.world_size == 1 else f"{program('accelerate')} launch ... -m lockstep"
     console.print(Rule(style="dim"))
-    for warning in (*unrewarded_answers(rollouts), *unknown_names(config.teacher.context or "", rollouts)):
+    for warning in (*long, *unrewarded_answers(rollouts), *unknown_names(config.teacher.context or "", rollouts)):
         run_console.warn(warning)
     problems = [] if too_large is None else [f"the run does not fit into memory: {too_large}"]
     if problems := [*problems, *untrainable(config.reward.functions, rollouts)]:
@@ -289,13 +294,29 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
         rewards.close()
 
 
+def long_prompts(data: DataSet, settings: EnvironmentConfig, chat: Chat, *, context: int) -> Iterator[str]:
+    """Yield a sentence if prompts fill the context [tokens]. Prompts that no row holds are not counted."""
+    whole, lengths = make_environment(settings.name, **settings.settings), []
+    for row in map(data.__getitem__, range(min(len(data), MEASURED_ROWS))):
+        environment = environment_of(whole, row)
+        with suppress(TemplateError):  # its sentence is that of the row
+            if messages := messages_of_row(environment, row):
+                lengths.append(len(chat.prompt(messages, getattr(environment, "tools", ()))))
+    if count := sum(length >= context for length in lengths):
+        yield (
+            f"{data.path}: {count:,} of {len(lengths):,} prompts are too long for rollout.max_model_len={context}, so "
+            f"nothing is sampled from them; the longest has {max(lengths):,} tokens: raise it, or leave them out by "
+            "data.max_prompt_tokens"
+        )
+
+
 def untrainable(functions: Sequence[str], rollouts: Sequence[Rollout]) -> list[str]:
     """Return a sentence per rollout that the run would drop, with the line of the user's code and of the data."""
     # Alone in its group, a rollout may have no reward of a function that compares.
     allowed_causes = {None, Cause.UNSCORED} if group_wise_rewards(functions) else {None}
     dropped_rollouts = [rollout for rollout in rollouts if rollout.dropped_by not in allowed_causes]
     return [
-        f"a row shown above cannot be trained: {at_row(rollout.error or NOTHING_SAMPLED, rollout.example)}"
+        f"a row shown above cannot be trained: {at_row(rollout.error or 'nothing was sampled', rollout.example)}"
         for rollout in dropped_rollouts
     ]
 

@@ -1,11 +1,13 @@
 """Settings file for a task of one's own, written from a look at its rows (`lockstep init`).
 
-What all rows that were looked at show is proposed, with the reason beside it. What they do not show is left open and
-named: the model always, the reward where no column holds a reference of a kind that a built-in function reads.
+What the rows that were looked at show is proposed, with the reason beside it. What they do not show is left open, as a
+comment, and named: the model always, the prompt where no column has a usual name, the reward where no column holds a
+reference of a kind that a built-in function reads.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +22,7 @@ from lockstep.rewards.functions.answers import ANSWER_COLUMNS
 from lockstep.rewards.functions.numbers import only_number
 from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, is_empty
 from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.data.datasets import is_file, load_rows
 from lockstep.trainer.data.reader import Row
 
@@ -30,6 +33,8 @@ QUESTIONS = ("problem", "instruction", "query", "input", "task", "text")
 REFERENCES = (*ANSWER_COLUMNS, "result", "expected", "label", "output", "final_answer")
 HELD_OUT = ("heldout", "test", "valid", "validation", "val", "dev", "eval")
 """Words that stand in the name of a file of held-out rows where that of the training rows has `train`."""
+CONTEXT, MOST_SAMPLED = 2048, 512
+"""Context and limit of an answer to begin with [tokens]: room for a short chain of thought, on any device."""
 SHORT = 60
 """Most characters of a reference that an answer is expected to repeat."""
 
@@ -44,26 +49,34 @@ class Proposal:
 
 
 def prompt_column(rows: Sequence[Row]) -> Proposal:
-    """Propose the column with the prompt: one that is read by itself, one of a usual name, or the only texts."""
-    name = next((name for name in PROMPT_COLUMNS if _is_filled(rows, name)), None)
-    if name is not None:
-        return Proposal(value=name, reason=f"column {name} is read as the prompt")
-    texts = [name for name in rows[0] if all(isinstance(row.get(name), str) and row[name].strip() for row in rows)]
-    usual = next((name for name in QUESTIONS if name in texts), None)
-    if usual is not None:
-        return Proposal(value=usual, reason="its name is usual for a prompt")
-    others = [name for name in texts if name not in REFERENCES]
+    """Propose the column with the prompt: one that is read by itself, or one of a usual name."""
+    names = _names(rows)
+    filled = [name for name in names if _is_filled(rows, name)]
+    for name in PROMPT_COLUMNS:
+        if name in filled:
+            return Proposal(value=name, reason=f"column {name} is read as the prompt{_gaps(rows, name)}")
+    texts = [name for name in filled if all(isinstance(value, str) for value in _values(rows, name))]
+    usual_names = (*PROMPT_COLUMNS, *QUESTIONS)
+    if usual := _pick(texts, usual_names):
+        return Proposal(value=usual[0], reason=f"its name is usual for a prompt{_gaps(rows, usual[0])}")
+    if rivals := [name for name in _pick(names, usual_names) if name not in filled]:
+        return Proposal(value=None, reason=f"column {_yaml(rivals[0])} has gaps{_gaps(rows, rivals[0])}")
+    references = _pick(texts, REFERENCES)
+    others = [name for name in texts if name not in references]
     if len(others) == 1:
-        return Proposal(value=others[0], reason="the only column with a text in every row, beside the reference")
-    return Proposal(value=None, reason=f"no column is named like a prompt; there are {_listed(rows[0])}")
+        return Proposal(value=None, reason=f"it may be {_yaml(others[0])}, the only text beside the reference")
+    return Proposal(value=None, reason=f"no column is named like a prompt; there are {_listed(names)}")
 
 
 def reference_column(rows: Sequence[Row], *, prompt: str | None) -> Proposal:
     """Propose the column with the reference answer."""
-    names = [name for name in REFERENCES if name != prompt and _is_filled(rows, name)]
+    usual = [name for name in _pick(_names(rows), REFERENCES) if name != prompt]
+    names = [name for name in usual if _is_filled(rows, name)]
     if names:
         others = f"; {_listed(names[1:])} might be, too" if names[1:] else ""
-        return Proposal(value=names[0], reason=f"its name is usual for a reference{others}")
+        return Proposal(value=names[0], reason=f"its name is usual for a reference{_gaps(rows, names[0])}{others}")
+    if usual:
+        return Proposal(value=None, reason=f"column {_yaml(usual[0])} has gaps{_gaps(rows, usual[0])}")
     return Proposal(value=None, reason="no column is named like a reference answer")
 
 
@@ -71,7 +84,7 @@ def reward_function(rows: Sequence[Row], reference: str | None) -> Proposal:
     """Propose a built-in reward for the values of the reference column."""
     if reference is None:
         return Proposal(value=None, reason="no column holds a reference answer")
-    values = [row[reference] for row in rows]
+    values = _values(rows, reference)
     if all(only_number(value) is not None for value in values):
         return Proposal(value="numeric", reason=f"each {reference} states one number")
     if not all(isinstance(value, str) for value in values):
@@ -92,6 +105,23 @@ def held_out_file(path: str) -> str | None:
     return next((str(name) for name in names if name.is_file()), None)
 
 
+def context_of(model: str | None) -> int:
+    """Return the context to begin with: `CONTEXT`, or that of the model where its files are here and it is shorter."""
+    if model is None:
+        return CONTEXT
+    try:
+        path: Any = Path(model).expanduser() / "config.json"
+        if not path.is_file():
+            from huggingface_hub import try_to_load_from_cache  # a local model does not need it
+
+            path = try_to_load_from_cache(model, "config.json")
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # not here, or not a config
+        return CONTEXT
+    values = ((config.get("text_config") or config).get(name) for name in ("max_position_embeddings", "n_positions"))
+    return min(CONTEXT, *(value for value in values if isinstance(value, int)), CONTEXT)
+
+
 def starter(data: str, *, model: str | None = None, split: str = "train", out: Path) -> str:
     """Return the text of a settings file for the rows at a path.
 
@@ -101,7 +131,7 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
     loaded = load_rows(data, split)
     rows = list(islice(loaded, LOOKED_AT))
     prompt = prompt_column(rows)
-    last = rows[0].get(prompt.value or "", None)
+    last = next(iter(_values(rows, prompt.value or "")), None)
     if isinstance(last, Sequence) and last and isinstance(last[-1], Mapping) and last[-1].get("role") == "assistant":
         raise ConfigError(
             f"{data}: column {prompt.value} ends with the assistant's turn in the first row, so these are "
@@ -116,6 +146,8 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
         **({"answer": reference.value} if reward.value and reference.value != "answer" else {}),
     }
     columns = ", ".join(f"{name}: {_yaml(column)}" for name, column in renamed.items())
+    context = context_of(model)
+    defaults = RolloutConfig()
     lines = [
         f"# A run on {_yaml(path)}, proposed by `lockstep init` from {len(rows)} of {len(loaded)} rows. Change what is",
         "# wrong, then look at the whole without an engine, and train:",
@@ -123,15 +155,18 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
         f"#     lockstep train {_yaml(out.name)}",
         "# docs/settings_file.md says what may stand here, docs/settings.md lists all settings.",
         "",
-        "model:",
-        f"  path: {_yaml(model or '')}  # a directory or a hub id" + ("" if model else "; left open: write it here"),
+        *(
+            ["model:", f"  path: {_yaml(model)}  # a directory or a hub id"]
+            if model
+            else ["# model:", "#   path: <a directory or a hub id>  # left open: write it here"]
+        ),
         "",
         "data:",
         f"  path: {_yaml(path)}",
         f"  heldout_path: {_yaml(held_out and _relative(held_out, out))}  # "
         + ("a file of that name lies beside it" if held_out else "rows for evaluations, which are never trained"),
         *([f"  split: {_yaml(split)}"] if not is_file(data) and split != "train" else []),
-        f"  # columns: {_listed(rows[0])}",
+        f"  # columns: {_listed(_names(rows))}",
         f"  # prompt: {prompt.reason}" + ("" if prompt.value else "; left open: write columns: {prompt: <column>}"),
         f"  # reference: {reference.reason}",
         *([f"  columns: {{{columns}}}  # as the environment and the reward read them"] if columns else []),
@@ -139,15 +174,24 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
         "environment:",
         "  name: single_turn  # one answer to each prompt; tools, games and agents: docs/environments.md",
         "",
-        "reward:",
-        f"  functions: [{reward.value or ''}]  # {reward.reason}"
-        + ("" if reward.value else "; left open: write [rewards.py:name], a function f(rollout) of yours"),
+        *(
+            ["reward:", f"  functions: [{reward.value}]  # {reward.reason}"]
+            if reward.value
+            else ["# reward:", f"#   functions: [rewards.py:name]  # {reward.reason}; left open: a function f(rollout)"]
+        ),
         "",
         "rollout:",
         "  prompts_per_step: 16",
         "  samples_per_prompt: 8  # answers that are compared with each other",
-        "  # max_tokens_per_turn: 512  # longer answers are cut",
+        f"  max_tokens_per_turn: {min(MOST_SAMPLED, context // 2)}  # longer answers are cut (without this line: "
+        f"{defaults.max_tokens_per_turn})",
+        f"  max_model_len: {context}  # prompt and answer (without this line: {defaults.max_model_len})",
         "",
+        *(
+            ["eval:", "  every: 20  # updates between evaluations on the held-out rows", "  before_training: true", ""]
+            if held_out
+            else []
+        ),
         "updates: 100",
     ]
     return "\n".join(lines) + "\n"
@@ -165,11 +209,32 @@ def write_starter(data: str, out: Path, *, model: str | None = None, split: str 
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error.strerror}") from error
-    return [line.strip() for line in text.splitlines() if "left open" in line]
+    return [line.strip("# ") for line in text.splitlines() if "left open" in line]
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _pick(names: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Return the names that are usual, in the order of `usual`, whatever their case."""
+    return [name for one in usual for name in names if name.lower() == one]
+
+
+def _values(rows: Sequence[Row], name: str) -> list[Any]:
+    return [row[name] for row in rows if not is_empty(row.get(name))]
 
 
 def _is_filled(rows: Sequence[Row], name: str) -> bool:
-    return all(not is_empty(row.get(name)) for row in rows)
+    """Return True for a column with a value in nine of ten rows, or in all but one."""
+    filled = len(_values(rows, name))
+    return 0 < filled >= len(rows) - max(1, len(rows) // 10)
+
+
+def _gaps(rows: Sequence[Row], name: str) -> str:
+    """Return how many rows lack a value, as the end of a sentence."""
+    empty = len(rows) - len(_values(rows, name))
+    return f"; {empty} of {len(rows)} rows are empty: fill them, or leave them out" if empty else ""
 
 
 def _relative(path: str, out: Path) -> str:

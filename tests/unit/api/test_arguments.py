@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,9 +139,10 @@ def test_the_name_of_rows_follows_their_content_alone(configured: Any, tmp_path:
         ([], "found no rows"),
         ([{"question": "a", 1: "b"}], "row 0: found the key 1 of type int"),
         ([{"question": "a", "c": [{"d": {2: 1}}]}], "found the key 2"),
-        ([*ROWS, {"question": {1, 2}}], "row 8: Object of type set is not JSON serializable"),
+        ([*ROWS, {"question": {1, 2}}], "row 8: found a value of type set, which JSON does not have; convert it"),
         ([["a"]], "expected a JSON object per row"),
         ({"train": ROWS}, "train is not a setting"),
+        ([{"question": "a", "day": datetime.date(2026, 1, 1)}], "row 0: found a value of type date, which JSON does"),
         (5, "found int, expected a path"),
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"pass <it>\['train'\]"),
         ([{"text": "a"}], "no prompt in a data row"),
@@ -149,6 +151,27 @@ def test_the_name_of_rows_follows_their_content_alone(configured: Any, tmp_path:
 def test_what_no_file_could_hold_is_refused(rows: Any, words: str, configured: Any) -> None:
     with pytest.raises((ConfigError, DataError), match=words):
         configured(data=rows)
+
+
+def test_values_of_numpy_in_rows_are_numbers(configured: Any) -> None:
+    row = {"question": "a", "count": np.int64(3), "is_hard": np.bool_(True), "shares": np.array([0.5, 1.0])}
+    assert list(load_rows(configured(data=[row]).data.path, "train")) == [
+        {"question": "a", "count": 3, "is_hard": True, "shares": [0.5, 1.0]}
+    ]
+
+
+def test_no_rows_are_named_by_the_argument(configured: Any) -> None:
+    with pytest.raises(DataError, match=r"^heldout: found no rows"):
+        configured(heldout=[])
+    with pytest.raises(DataError, match=r"^heldout\['hard'\]: found no rows"):
+        configured(heldout={"hard": []})
+
+
+def test_columns_are_an_argument(configured: Any) -> None:
+    rows = [{"task": row["question"], "answer": row["answer"]} for row in ROWS]
+    assert configured(data=rows, columns={"prompt": "task"}).data.columns == {"prompt": "task"}
+    with pytest.raises(ConfigError, match=r'set columns=\{"prompt": "task"\} with the column'):
+        configured(data=[{"task": "a"}])
 
 
 def test_heldout_rows_are_one_set_or_several(configured: Any) -> None:
@@ -167,6 +190,50 @@ def test_rewards_are_functions_and_names_with_weights(configured: Any) -> None:
     functions = configured(rewards=[lambda rollout: 1.0, lambda rollout: 2.0]).reward.functions
     assert functions == ["object:lambda", "object:lambda_2"]
     assert compares_groups(configured(rewards=[best_of]).reward.functions[0])
+
+
+def takes_nothing() -> float:
+    return 1.0
+
+
+def forgets(rollout: Any) -> None:
+    """Has a value inside, and returns none."""
+
+    def inner() -> float:
+        return 1.0
+
+    rollout.answer = inner()
+
+
+def stops(rollout: Any) -> float:
+    raise KeyError("gold")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        (
+            {"a": right},
+            r"found right as a weight: the dictionary goes from function to weight; write rewards=\{my_func",
+        ),
+        ([right, right], "rewards: found right twice"),
+        (print, "found the built-in function print"),
+        (len, "found the built-in function len"),
+        (
+            takes_nothing,
+            r"the signature takes_nothing\(\) -> 'float'|the signature takes_nothing\(\) is none of a reward",
+        ),
+        (forgets, "reward forgets has no `return` with a value"),
+    ],
+)
+def test_what_cannot_reward_is_refused(rewards: Any, words: str, configured: Any) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configured(rewards=rewards)
+
+
+def test_a_reward_may_raise_and_be_a_part_of_an_expression(configured: Any) -> None:
+    assert configured(rewards=[stops]).reward.functions == ["object:stops"]
+    assert configured(reward=right).reward.functions == ["object:right"]
 
 
 def test_a_cell_that_runs_again_has_its_new_functions(configured: Any) -> None:
@@ -213,6 +280,29 @@ def test_tools_and_environments_are_found_by_their_names(configured: Any) -> Non
     assert first.depth == second.depth == 7
     assert len({id(one) for one in (first, second, instance)}) == 3
     assert declaration(name).max_turns == 5
+
+
+def agent(base_url: str, api_key: str, example: Any) -> Any:
+    return {}
+
+
+def test_a_function_is_taken_as_an_agent(configured: Any) -> None:
+    for given in (agent, {"name": agent, "max_turns": 3}):
+        config = configured(environment=given)
+        assert config.environment.name == "agent"
+        made: Any = make_environment("agent", **config.environment.settings)
+        assert made.function is agent
+    with pytest.raises(
+        ConfigError, match=r"found the function rows_of\(count: 'int' = 8\).*def agent\(base_url, api_k"
+    ):
+        configured(environment=rows_of)
+
+
+def test_one_tool_needs_no_list(configured: Any) -> None:
+    settings = configured(environment={"settings": {}}, tools=search).environment.settings
+    assert settings == {"files": ["object:search"]}
+    with pytest.raises(ConfigError, match="tools: found int, expected functions"):
+        configured(tools=[search, 3])
 
 
 def test_an_instance_that_cannot_be_copied_is_refused(configured: Any) -> None:
@@ -297,6 +387,34 @@ def test_a_model_that_cannot_be_written_is_refused(model: Path) -> None:
 def test_mistakes_are_one_sentence(arguments: dict[str, Any], words: str, configured: Any) -> None:
     with pytest.raises(ConfigError, match=words):
         configured(**arguments)
+
+
+def test_a_callback_with_other_parameters_is_refused(configured: Any) -> None:
+    with pytest.raises(ConfigError, match=r"on_step: found takes_nothing\(\).*, expected def takes_nothing\(report\)"):
+        lockstep.train(configured(), on_step=takes_nothing)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="on_evaluation: found int, expected a function"):
+        lockstep.train(configured(), on_evaluation=3)  # type: ignore[arg-type]
+
+
+def test_rollouts_that_are_not_there_are_said(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    run = lockstep.Run(tmp_path)
+    with pytest.raises(DataError, match="no rollouts of update 99; it has those of none; logger="):
+        run.rollouts(99)
+    (tmp_path / "rollouts").mkdir()
+    for update in (1, 10, 2):
+        (tmp_path / f"rollouts/step-{update:06d}.jsonl").touch()
+    with pytest.raises(DataError, match="no rollouts of update 99; it has those of 1, 2, 10"):
+        run.rollouts(99)
+
+
+def test_an_interrupt_of_the_start_is_one_sentence(configured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.trainer.run.run.run", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="ended at once, because it had no update to finish"):
+        lockstep.train(configured())
 
 
 def test_a_config_is_trained_as_it_is(configured: Any) -> None:

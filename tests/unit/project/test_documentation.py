@@ -34,7 +34,7 @@ def blocks(page: str, language: str) -> list[str]:
 def commands() -> list[list[str]]:
     pages = [DOCS / "environments.md", DOCS / "sandbox.md", DOCS / "distillation.md"]
     found = [command for page in pages for block in bash_blocks(page) for command in block.commands]
-    return [shlex.split(command)[2:] for command in found if "scripts/train.py" in command]
+    return [shlex.split(command)[2:] for command in found if re.search(r"\blockstep train\b", command)]
 
 
 @pytest.fixture

@@ -359,6 +359,7 @@ def test_a_foreign_signature_is_named_and_never_bound_to_a_constant(name: str, t
     ("source", "settings", "says"),
     [
         ("def f(rollout, target): ...", {}, r"set reward\.settings\.f\.target=<value>"),
+        ("def f(rollout, target): ...", {}, r"or read the column of the row: rollout\.example\['target'\]"),
         ("def f(rollout, target): ...", {"tragte": 1}, r"it takes target: leave out reward\.settings\.f\.tragte"),
         ("def f(rollouts, *, step): ...", {}, r"set reward\.settings\.f\.step=<value>"),
         ("def f(completions): ...", {"x": 1}, r"leave out reward\.settings\.f\.x"),

@@ -253,3 +253,12 @@ def test_a_command_at_the_top_of_a_file_names_its_task(file: Path) -> None:
     for line in re.findall(r"(?:scripts/train\.py) (.*)", text):
         words = [word for word in shlex.split(re.sub(r"\s+\(.*|  +\S.*", "", line)) if "=" in word]
         assert missing(*words) == [], line
+
+
+def test_a_short_limit_of_the_only_answer_is_said() -> None:
+    words = ["model.path=m", "data.path=d.jsonl", "reward=numeric"]
+    line = "answers        at most 48 tokens (rollout.max_tokens_per_turn): longer ones are cut"
+    assert line in describe_task(composed(*words), words).splitlines()
+    assert "answers" not in describe_task(composed(*words), words, trains=False)
+    assert "answers" not in describe_task(composed(*words, "rollout.max_tokens_per_turn=128"), words)
+    assert "answers" not in describe_task(composed(*words, "environment=calculator"), words), "it has many turns"

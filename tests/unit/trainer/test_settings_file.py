@@ -330,3 +330,24 @@ def test_the_composed_configuration_is_printed_without_torch() -> None:
     for line in ("  lr: 1.0e-06", "  path: d.jsonl", "seed: 5", "[]"):
         assert line in done.stdout.splitlines()
     assert {path.name for path in Path().iterdir()} == {"my_run.yaml"}, "Hydra writes nothing"
+
+
+def test_an_empty_value_of_a_setting_without_default_is_none(launched: Launched, refused: Callable[..., str]) -> None:
+    file = write("model: {path: ''}\nreward: {functions: []}\ndata: {path: rows.jsonl}\nseed: 3\n")
+    assert launched(file, "reward=numeric", "model.path=m").reward.functions == ["numeric"]
+    assert "kept" not in describe_command(launched(file, "reward=numeric"))
+    assert launched(write("reward: {functions: [exact_match]}\n", "b.yaml"), "reward=numeric").reward.functions == [
+        "exact_match"
+    ]
+
+
+def test_an_error_names_what_the_file_keeps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("model: {path: m}\nreward: {functions: [exact_match]}\n")
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", file, "reward=numeric"])
+    with pytest.raises(SystemExit):
+        launch(lambda config: None)
+    error = capsys.readouterr().err
+    assert "data.path is not set" in error
+    assert "kept: reward.functions=[exact_match] of my_run.yaml, beside reward=numeric" in error

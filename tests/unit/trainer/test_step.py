@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.rollout.errors import EngineError, SyncError, TrainingError
-from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, VersionSpan
+from lockstep.rollout.records import DataRow, EngineCall, FinishReason, Rollout, RolloutStatus, VersionSpan
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
@@ -347,6 +347,29 @@ def test_a_recovered_engine_repeats_its_stage_but_not_the_update(stage: str) -> 
     assert stages.count(stage) == 2
     assert stages.count("update") == 1
     assert report.metrics["rollout/engine_restarts"] == 1
+
+
+def test_a_first_step_whose_rollouts_all_fail_alike_ends_the_run() -> None:
+    world = World()
+    good = world.rollouts
+    rows = [DataRow(), DataRow()]
+    for number, row in enumerate(rows):
+        row.place = f"row {number} of mine.jsonl"
+    failed = [
+        replace(found, status=RolloutStatus.FAILED, error="KeyError: 'a'", example=row)
+        for found, row in zip(good, rows, strict=True)
+    ]
+    world.rollouts = (failed[0], replace(failed[1], error="KeyError: 'b'"))
+    made = trainer(world)
+    world.num_updates = 0
+    made.step()
+    world.rollouts, world.num_updates = tuple(failed), 1
+    made.step()
+    world.num_updates = 0
+    with pytest.raises(
+        TrainingError, match=r"all rollouts failed alike \(environment \d+\); the first failure: KeyError: 'a' \(row 0"
+    ):
+        made.step()
 
 
 def test_repeated_steps_without_a_trainable_rollout_end_the_run() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.compose import schema
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.words import refuse_unreadable
+from lockstep.trainer.words import readable, refuse_unreadable
 
 TREE = schema(Config)
 
@@ -29,6 +32,7 @@ TREE = schema(Config)
         (["reward.functions=my.py:f"], "type 'reward.functions=[my.py:f]'"),
         (["rollout.urls=http://a:1"], "type 'rollout.urls=[http://a:1]'"),
         (["model.lora.target_modules=q_proj"], "type 'model.lora.target_modules=[q_proj]'"),
+        (["reward.weights=1.0"], "type 'reward.weights=[1.0]'"),
         (["updates=[5]"], "takes one value, found the list [5]; type updates=5"),
         (["data.path=[x.jsonl, y.csv]"], "type data.sources.a.path=x.jsonl data.sources.b.path=y.csv"),
         (["data.columns={prompt=task}"], "type 'data.columns={prompt: task}'"),
@@ -65,3 +69,41 @@ def test_a_mistake_is_answered_with_the_words_to_type(line: list[str], said: str
 )
 def test_words_that_hydra_reads_pass(line: list[str]) -> None:
     refuse_unreadable(line, TREE)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("run_name=ü1", "ü1"),
+        ("run_name=läuft ü", "läuft ü"),
+        ("run_name='ü1'", "ü1"),
+        ("data.path=Übung 1/zahlen.jsonl", "Übung 1/zahlen.jsonl"),
+        ("data.columns={prompt: Frage, answer: Lösung}", {"prompt": "Frage", "answer": "Lösung"}),
+        ("data.columns={prompt:Frage,answer:Lösung}", {"prompt": "Frage", "answer": "Lösung"}),
+        ("reward.functions=[Übung/belohnung.py:gut, numeric]", ["Übung/belohnung.py:gut", "numeric"]),
+        ("reward.functions=['日本.py:f',numeric]", ["日本.py:f", "numeric"]),
+    ],
+)
+def test_letters_of_any_alphabet_need_no_quotes(word: str, value: Any) -> None:
+    (quoted,) = readable([word])
+    refuse_unreadable([quoted], TREE)
+    assert OverridesParser.create().parse_override(quoted).value() == value
+
+
+def test_words_of_ascii_stay() -> None:
+    words = ["updates=5", "run.yaml", "Übung.yaml", "run_name='a (b)'", "--cfg", "job"]
+    assert readable(words) == words
+
+
+def test_the_directory_of_a_run_is_refused_with_the_words_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs/my run"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    with pytest.raises(ConfigError) as refused:
+        refuse_unreadable(["runs/my run"], TREE)
+    assert str(refused.value) == (
+        "runs/my run is a run; type run_root=runs 'run_name=my run' resume=auto to continue it, or "
+        "'model.path=runs/my run/model' for its model"
+    )
+    refuse_unreadable(["runs"], TREE)  # Hydra says what is wrong with it

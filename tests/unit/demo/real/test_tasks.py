@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lockstep.rewards.functions.reasoning_gym import make_task
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
+from scripts.make_real_model import main
 from tests.fixtures.paths import ROOT
 from tests.unit.trainer.data.test_ready_data import composed
 
@@ -180,3 +183,27 @@ def test_rows_are_json_lines_of_a_chat_and_an_answer(tmp_path: Path) -> None:
         row = json.loads(line)
         assert row["messages"][-1]["role"] == "user"
         assert isinstance(row["answer"], str)
+
+
+def test_rows_without_reasoning_gym_are_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(ConfigError, match=r"reasoning-gym is missing.*pip install 'lockstep-rl\[real\]'"):
+        make_data(tasks.DEFAULT, tmp_path / "rows")
+
+
+@pytest.mark.parametrize("words", [[], ["--model-only"]], ids=["names", "names alone"])
+def test_the_model_is_made_before_the_rows(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr("scripts.make_real_model.is_made", lambda directory: True)
+    monkeypatch.setattr("scripts.make_real_model.make_model", lambda directory: made.append("model"))
+    monkeypatch.setattr("scripts.make_real_model.make_data", lambda *arguments, seed: made.append("rows"))
+    monkeypatch.setattr(sys, "argv", ["make_real_model.py", *words])
+    assert main() == 0
+    assert made == (["model"] if words else ["model", "rows"])

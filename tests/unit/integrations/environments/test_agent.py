@@ -407,3 +407,22 @@ def test_a_missing_agent_is_refused_with_the_setting():
 def test_an_agent_is_loaded_from_a_file(tmp_path):
     (tmp_path / "mine.py").write_text("async def play(base_url, api_key, example): return None\n")
     assert make_environment("agent", agent=f"{tmp_path}/mine.py:play").function.__name__ == "play"  # type: ignore[attr-defined]
+
+
+async def test_a_text_that_an_agent_returns_is_the_fact_answer():
+    async def agent(base_url, api_key, example):
+        await two_turns(base_url, api_key, example)
+        return "42"
+
+    (rollout,) = await collect(agent, engine_saying("fine<|im_end|>"))
+    assert rollout.status is RolloutStatus.COMPLETED
+    assert rollout.outcome["answer"] == "42"
+
+
+def test_an_agent_with_other_parameters_is_refused():
+    def agent(client, row):
+        return None
+
+    with pytest.raises(ConfigError, match=r"agent\(client, row\) cannot be called with \(base_url, api_key, example\)"):
+        AgentEnvironment(agent)
+    AgentEnvironment(functools.partial(lambda url, key, example, depth: None, depth=2))

@@ -198,6 +198,19 @@ class TestContent:
         assert done.stdout.strip() == str(run / "report.html")
         assert (run / "report.html").read_text() == report(SavedRun.read(run))
 
+    def test_the_command_writes_a_page_for_each_run_and_says_what_compares_them(self, run: Path, tmp_path: Path):
+        other = write_run(tmp_path / "other run", [line(1)], [])
+        command = [forked_python(), "scripts/report.py", str(run), str(other)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+        first, second, hint = done.stdout.splitlines()
+        assert [first, second] == [f"{one}/report.html" for one in (run, other)]
+        assert hint.endswith(f"lockstep plot {run} '{other}', or lockstep watch {run} '{other}'")
+        command += ["--out", str(tmp_path / "page.html")]
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+        assert refused.returncode == 2
+        assert "--out names one file for 2 runs" in refused.stderr
+        assert not (tmp_path / "page.html").exists()
+
 
 class TestSafety:
     def test_the_page_loads_and_runs_nothing(self, run: Path):

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.lab.pages.run_report import report
+from lockstep.lab.pages.run_report import facts, report
 from lockstep.lab.pages.saved_run import SavedRun
 from lockstep.lab.replay import settings_of
 from lockstep.rollout.errors import ConfigError, DataError, LockstepError
@@ -31,7 +31,11 @@ from tests.unit.project.test_security import evil_model  # noqa: F401  # a fixtu
 pytestmark = pytest.mark.long
 
 CONFIG = plain(Config())
-PROVENANCE = {"code": {"commit": "abc", "is_changed": True}, "packages": {}}
+PROVENANCE = {
+    "code": {"commit": "abc", "is_changed": True},
+    "packages": {},
+    "files": {"hashes": {}, "changes": {"my/rewards.py": 14}},
+}
 MISMATCH = "rollout_correction/logp_diff_abs_max"
 LINE = line(1, **{"eval/reward_mean": 0.5, "eval/x/reward_mean": 0.5})
 ROLLOUT = json.loads(json.dumps(to_json(rollout(0, 1.0))))
@@ -81,6 +85,8 @@ def test_any_run_directory_is_shown_or_refused(tmp_path_factory: pytest.TempPath
         ("provenance.json", '{"code": []}', DataError),
         ("provenance.json", '{"code": {"commit": 5}}', DataError),
         ("provenance.json", "[" * 100_000, DataError),
+        ("provenance.json", '{"files": {"changes": {"rewards.py": "x"}}}', DataError),
+        ("provenance.json", '{"files": {"changes": []}}', DataError),
         ("metrics.jsonl", '{"step": "a"}\n{"step": 1}', DataError),
         ("metrics.jsonl", '{"step": 1, "reward/mean": "a"}\n{"step": 1}', DataError),
         ("metrics.jsonl", '{"step": 1, "reward/mean": 1' + "0" * 400 + '}\n{"step": 1}', DataError),
@@ -218,3 +224,9 @@ def test_a_picture_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [line(1)], [])
     for out in ("/proc/none/x.png", tmp_path / "x.exe"):
         assert tool("scripts/plot.py", run, "--out", out)[0] == 1
+
+
+def test_a_file_that_was_changed_between_processes_of_a_run_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [line(1)], [])
+    (run / "provenance.json").write_text(json.dumps(PROVENANCE))
+    assert "rewards.py changed after update 14" in list(facts(SavedRun.read(run)))

@@ -72,6 +72,22 @@ class TestWhichRuns:
         (tmp_path / "latest").symlink_to("run")
         assert row(tmp_path / name)["name"] == "run"
 
+    def test_runs_and_folders_of_runs_can_be_watched_together(self, tmp_path: Path):
+        for folder, name in (("one", "a"), ("one", "b"), ("one", "c"), ("two", "a")):
+            write(tmp_path / folder, line(1), name=name)
+        (tmp_path / "one/latest").symlink_to("b")
+
+        def names(*roots: str) -> set[str]:
+            found = RunTable(*(tmp_path / root for root in roots)).rows(math.inf)["runs"]
+            assert len({run["id"] for run in found}) == len(found)
+            return {run["name"] for run in found}
+
+        assert names("one/a", "one/latest") == {"a", "b"}
+        assert names("one/a", "two/a") == {"one/a", "two/a"}
+        assert names("one", "two") == {"one/a", "one/b", "one/c", "two/a"}
+        assert names("one", "one/a") == {"a", "b", "c"}
+        assert RunTable(tmp_path / "one").rows(math.inf)["root"] == str(tmp_path / "one")
+
     def test_names_may_hold_anything(self, tmp_path: Path):
         for name in HOSTILE:
             write(tmp_path, line(1), name=name)

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
-from lockstep.rollout.environments.toolbox import MAX_CALLS, Toolbox, ToolFault, count_results
+from lockstep.rollout.environments.toolbox import MAX_CALLS, Toolbox, ToolFault, count_results, failed_call
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.hosts import foreign_schemas
+from lockstep.rollout.records import Rollout
 
 
 def add(a: int, b: int = 1) -> int:
@@ -297,6 +298,21 @@ async def test_lone_surrogates_in_a_result_are_replaced():
     assert (await call(echo, {"text": "a\ud800b"})).content == "a?b"
 
 
+def test_the_failed_call_that_is_shown_is_an_exception_of_a_tool():
+    def rollout(*contents: str, **outcome: Any) -> Rollout:
+        answers = tuple({"role": "tool", "content": content} for content in contents)
+        messages = ({"role": "user", "content": "?"}, *answers)
+        return Rollout(rollout_id=0, group_id=0, calls=(), messages=messages, outcome=outcome)
+
+    fine = rollout("error: a result of its own", "error: no", tool_calls=2, tool_errors=1, tool_errors_exception=1)
+    malformed = rollout("error: unread", tool_calls=1, tool_errors=1, tool_errors_malformed=1)
+    raised = rollout("error: OSError: down", tool_calls=1, tool_errors=1, tool_errors_exception=1)
+    foreign = rollout("anything", tool_calls="many", tool_errors="many")
+    assert failed_call([fine, malformed, raised, foreign]) == "error: OSError: down"
+    assert failed_call([fine, malformed]) == "error: unread"
+    assert failed_call([fine, foreign]) is None
+
+
 def test_functions_that_cannot_be_tools_are_refused_with_the_reason():
     def no_docstring(a: int) -> int:
         return a
@@ -342,6 +358,8 @@ async def test_tools_are_loaded_from_a_users_file(tmp_path):
         Toolbox([], files=[f"{tmp_path}/absent.py:double"])
     with pytest.raises(ConfigError, match=r"expected path/to/file\.py:name"):
         Toolbox([], files=["os.system"])
+    with pytest.raises(ConfigError, match=r"found tools\.py:double, expected a list; write \[tools\.py:double\]"):
+        Toolbox([], files="tools.py:double")
 
 
 class Nameless(Exception):

@@ -15,7 +15,7 @@ from lockstep.rollout.episode.environment import OpenConversation, Step
 from lockstep.rollout.episode.episode import run_episode
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import ConfigError, ContextFullError, LockstepError
-from lockstep.rollout.records import Message, RolloutStatus
+from lockstep.rollout.records import Cause, Message, RolloutStatus
 from tests.fixtures.policies import Policy, play, sampling
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -174,3 +174,20 @@ async def test_a_model_that_would_never_hear_of_its_tools_is_refused_before_it_s
             group_id=0,
             seed=1,
         )
+
+
+async def test_a_prompt_that_fills_the_context_says_so_with_the_settings() -> None:
+    class Asks:
+        tools: Sequence[Mapping[str, Any]] = ()
+
+        async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+            return [{"role": "user", "content": "go on " * 200}]
+
+        async def step(self, message: Message) -> Step:
+            return Step(done=True)
+
+    rollout = await play(Asks(), Policy(lambda prompt: "aye", max_model_len=100))
+    assert (rollout.status, rollout.dropped_by) == (RolloutStatus.CONTEXT_FULL, Cause.PROMPT)
+    assert rollout.error is not None
+    assert "prompt too long: the conversation has " in rollout.error
+    assert "the model takes 100; raise rollout.max_model_len, or set data.max_prompt_tokens" in rollout.error

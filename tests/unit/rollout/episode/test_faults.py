@@ -304,3 +304,17 @@ async def test_an_engine_with_a_bug_ends_the_run():
 
     with pytest.raises(EngineError, match="the engine raised ValueError: a bug of the engine"):
         await play(Faulty("", lambda: None), Broken(lambda prompt: "aye"))
+
+
+async def test_a_method_that_is_not_async_fails_the_episode_with_what_to_write():
+    class Plain:
+        tools = ()
+
+        def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
+            return [{"role": "user", "content": "go"}]
+
+        async def step(self, message: Message) -> Step:
+            return Step(done=True)
+
+    rollout = await play(Plain(), Policy(lambda prompt: "aye"))
+    assert rollout.error == "EnvironmentFault: Plain.reset is not async; write `async def reset`"

@@ -67,7 +67,11 @@ class Later(Bare):
     [
         ("Long", "{}", "Long declares max_turns=60, which is not read from a file; set environment.max_turns=60"),
         ("Long", "{level: high}", "with the settings {'level': 'high'} raised ValueError in line 7"),
-        ("Long", "{levels: 1}", "argument 'levels'; environment.settings are its arguments (level: int = 1)"),
+        (
+            "Long",
+            "{levels: 1}",
+            "'levels' (did you mean 'level'?); environment.settings are its arguments (level: int = 1)",
+        ),
         ("Half", "{}", "environment Half has no method step, which the driver turn_by_turn calls"),
         ("Bare", "{}", "environment Bare has no attribute tools, which the model may call; write tools = ()"),
         ("mixed", "{}", "found environments=None, expected settings by name"),

@@ -173,10 +173,15 @@ def test_a_broken_file_is_named_when_it_is_loaded(tmp_path: Path, text: str) -> 
 # Columns
 
 
-def test_columns_get_the_requested_names() -> None:
+def test_columns_get_the_requested_names_beside_their_own() -> None:
     row = {"problem": "1+1", "solution": "2", "level": 3}
     found = rename(row, {"prompt": "problem", "answer": "solution"}, of="d")
-    assert found == {"prompt": "1+1", "answer": "2", "level": 3}
+    assert found == {"prompt": "1+1", "answer": "2", "level": 3, "problem": "1+1", "solution": "2"}
+
+
+def test_swapped_columns_have_the_requested_values() -> None:
+    row = {"prompt": "2", "answer": "1+1"}
+    assert rename(row, {"prompt": "answer", "answer": "prompt"}, of="d") == {"prompt": "1+1", "answer": "2"}
 
 
 def test_a_column_nested_in_columns_or_json_is_found() -> None:
@@ -211,6 +216,7 @@ def test_a_data_set_adds_system_prompt_environment_and_name_to_its_rows(tmp_path
     )
     data = load_data_set(data_set, name="mine")
     assert data[0] == {
+        "q": "why",
         "a": "because",
         "prompt": "why",
         "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "why"}],

@@ -65,7 +65,7 @@ def write(path: Path, rows: list[Mapping[str, Any]]) -> str:
         ({"tools": 3}, "column tools: expected a list of tools"),
         ({"tools": [{"parameters": {}}]}, "column tools: expected tools with a name"),
         ({"answer": None}, "the reward exact_match needs column 'answer', the row has prompt"),
-        ({"answer": ""}, "the reward exact_match needs column 'answer', the row has prompt"),
+        ({"answer": ""}, "needs column 'answer', the row has prompt, answer (empty); fill it, or leave the row out"),
     ],
 )
 @pytest.mark.parametrize("place", ["path", "heldout_path"])

@@ -136,14 +136,56 @@ def test_a_mean_has_its_standard_error() -> None:
 
 
 def test_a_paired_difference_cancels_prompt_difficulty() -> None:
-    """The second model is 0.1 better on each prompt, so the difference has no spread."""
+    """The second model is 0.1 better on each prompt, up to 0.001."""
     first = [0.0, 0.2, 0.4, 0.6, 0.8]
-    second = [x + 0.1 for x in first]
+    second = [x + 0.1 + noise for x, noise in zip(first, (0.001, -0.001, 0.0, 0.001, -0.001), strict=True)]
     found = estimates.paired_difference(first, second)
-    assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
+    assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1), abs=1e-3)
+    assert found.low < 0.1 < found.high
     assert estimates.mean(second).low < estimates.mean(first).value
     with pytest.raises(ValueError, match="shorter"):
         estimates.paired_difference(first, second[1:])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_the_mean_of_equal_zeros_or_ones_has_wilsons_interval(value: float) -> None:
+    assert estimates.mean([value] * 40) == estimates.proportion([value] * 40, trials_per_value=1)
+    assert str(estimates.mean([1.0] * 40)) == "1.000 [0.912, 1.000]"
+
+
+def test_other_equal_values_have_no_interval() -> None:
+    first = [0.1, 0.2, 0.3]
+    for found in (estimates.mean([0.7] * 9), estimates.paired_difference(first, [x + 0.1 for x in first])):
+        assert (found.low, found.high) == (-math.inf, math.inf)
+        assert "no interval" in str(found)
+
+
+def test_equal_differences_of_zeros_and_ones_have_tangos_interval() -> None:
+    """Tango 1998: pairs that all agree (0, 0, 0, 54) have -0.0664 to 0.0664, whatever they agree on."""
+    for pairs in ([0.0] * 54, [1.0] * 30 + [0.0] * 24):
+        agree = estimates.paired_difference(pairs, pairs)
+        assert (agree.value, round(agree.low, 4), round(agree.high, 4)) == (0.0, -0.0664, 0.0664)
+    better = estimates.paired_difference([0.0] * 54, [1.0] * 54)
+    worse = estimates.paired_difference([1.0] * 54, [0.0] * 54)
+    assert (better.value, round(better.low, 4), better.high) == (1.0, 0.8672, 1.0)
+    assert (worse.low, worse.high) == (-better.high, -better.low)
+
+
+@pytest.mark.parametrize(("both", "gained"), [(0, 0), (30, 0), (0, 30)])
+def test_tangos_bounds_are_the_roots_of_his_score_statistic(both: int, gained: int) -> None:
+    """n pairs, of which `gained` are 0 before and 1 after, none the reverse: Tango 1998, equations 4 and 5."""
+    n = 30
+
+    def z(delta: float) -> float:
+        b = 2 * n * delta - gained * (1 + delta)
+        q = (math.sqrt(b * b) - b) / (4 * n)  # the discordant probability under delta; the last term has no losses
+        return (gained - n * delta) / math.sqrt(n * (2 * q + delta * (1 - delta)))
+
+    first = [1.0] * both + [0.0] * (n - both)
+    found = estimates.paired_difference(first, [1.0] * n if gained else first)
+    for bound in (found.low, found.high):
+        if abs(bound) != 1:
+            assert abs(z(bound)) == pytest.approx(estimates.Z_95)
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=30))

@@ -35,6 +35,19 @@ def console(*, width: int | None = None, rewards: Sequence[str] = ()) -> tuple[R
     return run, stream
 
 
+def test_without_a_terminal_nothing_moves_also_where_colors_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run = RunConsole(enabled=True, total_updates=2)
+    run.begin(0)
+    run.row({**STEP, "step": 1})
+    run.end()
+    said = capsys.readouterr().out
+    assert "update 1/2" in said
+    assert "\x1b" not in said
+
+
 class TestRows:
     def test_in_a_file_a_step_is_one_line_of_named_numbers(self):
         run, stream = console()
@@ -91,13 +104,21 @@ class TestRows:
         assert "right" not in stream.getvalue()
 
     def test_truncated_rollouts_are_in_the_lines_of_steps_that_have_some(self):
-        none = {**STEP, "rollout/truncated_fraction": 0.0, "rollout/context_full_fraction": 0.0}
+        none = {**STEP, **dict.fromkeys(("rollout/context_full_fraction", "environment/tool_errors"), 0.0)}
         run, stream = console()
         for update, share in ((1, 0.0), (2, 0.25), (3, 0.0)):
             run.row({**none, "step": update, "rollout/truncated_fraction": share})
         first, second, third = stream.getvalue().splitlines()
         assert "turns 0.50  truncated 25.0%  kl" in second
         assert not any("truncated" in line or "context" in line for line in (first, third))
+
+    def test_tool_errors_are_in_the_lines_of_steps_that_have_some(self):
+        run, stream = console()
+        for update, errors in ((1, 0.0), (2, 0.25)):
+            run.row({**STEP, "rollout/context_full_fraction": 0, "step": update, "environment/tool_errors": errors})
+        first, second = stream.getvalue().splitlines()
+        assert "tool errors 0.25  kl" in second
+        assert "tool" not in first
 
     def test_a_table_has_a_column_of_truncated_rollouts_from_the_first_step_with_some(self):
         run, stream = console(width=200)

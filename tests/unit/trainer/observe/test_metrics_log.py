@@ -13,6 +13,7 @@ import wandb
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.observe import metrics_log
 from lockstep.trainer.observe.metrics_log import BATCH, MetricsLog, read_metrics
 
 TORN = '{"step": 4, "reward/me'
@@ -120,3 +121,11 @@ def test_every_line_has_the_time(tmp_path: Path):
     first, second = read_metrics(tmp_path / "metrics.jsonl")
     assert before <= first["time/unix"] <= second["time/unix"] <= time.time()
     assert 0 < first["time/run"] <= second["time/run"] < 1e6
+
+
+def test_the_time_of_a_run_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ages = iter([100.0, 107.5])
+    monkeypatch.setattr(metrics_log, "_process_seconds", lambda: next(ages))
+    monkeypatch.setattr(metrics_log, "_before_run", 0.0)
+    metrics_log.begin_run()
+    assert metrics_log.run_seconds() == 7.5

@@ -336,6 +336,18 @@ def test_settings_of_another_version_are_left_out(run: Path) -> None:
     assert "old" not in (run / "hub/README.md").read_text().split("## Reproduce")[1]
 
 
+def test_a_run_of_a_program_is_reproduced_by_its_call(home: Path) -> None:
+    config = settings(home)
+    config.data.path, config.reward.functions = "object:data-b6a24cad", ["object:right", "numeric"]
+    run = write_run(home, config)
+    publish(run, REPO, say=lambda line: None)
+    front, _, card = (run / "hub/README.md").read_text().partition("## Reproduce")
+    assert "'data.path': <data-b6a24cad>," in card
+    assert "'reward.functions': [<right>, 'numeric']," in card
+    assert "lockstep train " not in card
+    assert "object:" not in front.split("---")[1]
+
+
 def test_a_link_among_the_model_files_is_not_followed(run: Path, home: Path) -> None:
     (home / "other.json").write_text("{}")
     (run / "model/vocab.json").symlink_to(home / "other.json")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+from tests.fixtures.paths import ROOT
 
 LIBRARIES = """
     import logging, os, sys, warnings
@@ -41,6 +44,17 @@ def test_library_output_goes_to_the_file_and_own_warnings_to_the_console(tmp_pat
     failed = subprocess.run([*command, "fail"], capture_output=True, text=True, timeout=120)
     assert "the last lines of" in failed.stderr.split("Traceback")[0]
     assert "after the file" in failed.stderr.split("Traceback")[0]
+
+
+def test_the_file_is_not_shown_for_an_error_of_the_users_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def on_step(report):\n    return {}['cb']\n")
+    code = LIBRARIES.replace("raise EngineError", "__import__('mine').on_step(None)\n            raise EngineError")
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "libraries.log"), "fail"]
+    failed = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    )
+    assert "KeyError: 'cb'" in failed.stderr
+    assert "the last lines of" not in failed.stderr
 
 
 def test_held_output_is_printed_if_the_start_fails():

@@ -7,10 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.names import model_problems
+from lockstep.trainer.config.schema import ModelConfig, TeacherConfig
+from lockstep.trainer.config.tree import plain
 from lockstep.trainer.observe.trackers.view import program
 from lockstep.trainer.run import next_steps as module
 from lockstep.trainer.run.next_steps import next_steps, outcome
+from lockstep.trainer.tools.run_as_word import refuse_runs
 from tests.fixtures.composed import composed
 from tests.fixtures.paths import ROOT
 
@@ -30,6 +36,12 @@ def steps(*settings: str, **changes: object) -> dict[str, list[str]]:
     defaults = {"run": RUN, "model": RUN / "model", "update": 5, "launcher": "lockstep", "trackers": {}}
     lines = next_steps(composed(HELDOUT, *WORDS, *settings), WORDS, **(defaults | changes)).splitlines()  # type: ignore[arg-type]
     return {line.split()[0]: shlex.split(line[14:]) for line in lines}
+
+
+def evaluation(*words: str) -> list[str]:
+    config, model = composed(HELDOUT, *words), RUN / "model"
+    lines = next_steps(config, words, run=RUN, model=model, update=5, launcher="", trackers={}).splitlines()
+    return next(shlex.split(line)[3:] for line in lines if line.startswith("evaluate"))
 
 
 def metrics(rewards: list[float | None], name: str = "reward/mean") -> list[dict[str, float | None]]:
@@ -59,6 +71,13 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_processes():
     assert outcome(lines, 5, [], seconds=10) == "reached update 5 in 0:04:30", "nothing was left to train"
 
 
+def test_a_run_says_how_many_rollouts_were_not_trained():
+    lines = metrics([0.5, 0.5])
+    lines[0] |= {"rollout/dropped_reward": 7.0, "rollout/dropped_prompt": 1.0, "rollout/dropped_fraction": 0.25}
+    lines[1] |= {"rollout/dropped_reward": 2.0, "rollout/dropped_prompt": 0.0}
+    assert outcome(lines, 2, [], seconds=1).endswith("; 10 rollouts were not trained: reward 9, prompt 1")
+
+
 def test_a_run_says_what_held_out_data_gave():
     assert outcome(metrics([0.5]), 1, ["held-out data 0.1", "hard 0.2"], seconds=1).endswith(
         "in the only step; held-out data 0.1; hard 0.2"
@@ -79,6 +98,79 @@ def test_a_run_without_rollouts_says_its_losses():
 
 def test_the_evaluation_uses_the_runs_data_and_rewards():
     assert steps()["evaluate"] == ["lockstep", "evaluate", "model.path=runs/my run/model", *DATA]
+
+
+def test_the_evaluation_compares_with_the_model_the_run_began_from():
+    assert steps("model.path=models/base")["evaluate"] == [
+        "lockstep", "evaluate", "model.path=runs/my run/model", *DATA, "eval.compare_to=models/base"
+    ]  # fmt: skip
+    words = [*WORDS, "model.path=m", "eval.compare_to=other"]
+    lines = next_steps(
+        composed(HELDOUT, *words), words, run=RUN, model=RUN / "model", update=5, launcher="", trackers={}
+    )
+    assert lines.count("eval.compare_to=") == 1
+    adapter = RUN / "model/adapter"
+    assert "compare_to" not in " ".join(steps("model.path=models/base", adapter=adapter)["evaluate"])
+
+
+def test_the_evaluation_repeats_no_setting():
+    words = [*DATA, "optimizer.lr=1e-4", "reward.functions=[typed.py:g]", "reward.weights=[1.0]"]
+    lines = next_steps(
+        composed(HELDOUT, *words), words, run=RUN, model=RUN / "model", update=5, launcher="", trackers={}
+    )
+    (evaluate,) = (shlex.split(line)[3:] for line in lines.splitlines() if line.startswith("evaluate"))
+    assert evaluate == [
+        "model.path=runs/my run/model", *DATA[:2], "reward.functions=[typed.py:g]", "reward.weights=[1.0]"
+    ]  # fmt: skip
+
+
+class TestRunInPlaceOfWords:
+    @pytest.fixture
+    def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.chdir(tmp_path)
+        run = Path("runs/mine")
+        (run / "model").mkdir(parents=True)
+        config = composed(HELDOUT, *WORDS, "model.path=models/base", "model.lora.rank=4", "environment.max_turns=3")
+        (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+        (run / "model/config.json").write_text("{}")
+        Path("runs/latest").symlink_to("mine")
+        return run
+
+    @pytest.mark.parametrize("word", ["runs/mine", "runs/mine/", "runs/latest"])
+    def test_it_is_refused_with_the_command_that_evaluates_its_model(self, run: Path, word: str):
+        with pytest.raises(ConfigError) as refused:
+            refuse_runs(["eval.prompts=3", word])
+        sentence, _, command = str(refused.value).partition(": ")
+        assert sentence == f"{word} is a run; to evaluate its model type"
+        program, name, *words = shlex.split(command)
+        assert (program, name, words[0], words[-1]) == (
+            "lockstep", "evaluate", f"model.path={run}/model", "eval.compare_to=models/base"
+        )  # fmt: skip
+        again, config = composed(*words), composed(HELDOUT, *WORDS, "environment.max_turns=3")
+        assert (again.data, again.reward, again.environment) == (config.data, config.reward, config.environment)
+        assert again.model.lora.rank == 0
+        refuse_runs(["eval.prompts=3", f"model.path={word}", "runs"])
+
+    def test_a_run_with_an_adapter_alone_is_evaluated_with_it(self, run: Path):
+        (run / "model/config.json").unlink()
+        with pytest.raises(ConfigError, match="runs/mine is a run without a saved model; write the model of a check"):
+            refuse_runs([str(run)])
+        (run / "model/adapter").mkdir()
+        with pytest.raises(ConfigError, match=r"model.path=models/base 'model.adapters=\{trained: runs/mine/model/ada"):
+            refuse_runs([str(run)])
+
+    def test_as_the_path_of_a_model_it_is_refused_with_its_model(self, run: Path):
+        checkpoint = run / "checkpoints/step-12"
+        checkpoint.mkdir(parents=True)
+        for name in ("manifest.json", "config.json"):
+            (checkpoint / name).write_text("{}")
+        model, teacher = ModelConfig(path=str(run)), TeacherConfig(path=str(checkpoint))
+        first, second = model_problems(model, teacher)
+        assert first == "model.path=runs/mine is a run; set model.path=runs/mine/model for the model that it has left"
+        assert second.startswith(
+            "teacher.path=runs/mine/checkpoints/step-12 is a checkpoint, which holds no model files"
+        )
+        assert "lockstep publish runs/mine --repo <user>/<name> --checkpoint 12 --out <folder>" in second
 
 
 def test_a_finished_run_resumes_to_twice_its_updates_and_a_stopped_one_to_its_goal():

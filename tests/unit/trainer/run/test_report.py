@@ -80,9 +80,9 @@ def test_evaluations_with_other_settings_are_not_set_beside_each_other(tmp_path:
     report.evaluation(evaluation(0.0, 0.0), 0)
     report._config.eval.temperature = 1.0
     report.evaluation(evaluation(1.0, 1.0), 20)
-    assert report.outcome(20).partition("; ")[2] == "held-out data 1.000 [1.000, 1.000] after update 20"
+    assert report.outcome(20).partition("; ")[2] == "held-out data 1.000 [0.342, 1.000] after update 20"
     report._config.eval.temperature = 0.5  # of a resumed run that ended before its first evaluation
-    assert report.outcome(20).partition("; ")[2] == "held-out data 1.000 [1.000, 1.000] after update 20"
+    assert report.outcome(20).partition("; ")[2] == "held-out data 1.000 [0.342, 1.000] after update 20"
 
 
 def test_damaged_records_do_not_end_the_run(tmp_path: Path) -> None:

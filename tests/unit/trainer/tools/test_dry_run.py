@@ -21,13 +21,16 @@ from lockstep.rollout.environments.single_turn import SingleTurn
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import FinishReason, Rollout, RolloutStatus
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings, settings_tree
+from lockstep.trainer.data.prompts import DataSet
 from lockstep.trainer.observe.token_texts import TokenTexts
 from lockstep.trainer.tools.dry_run import (
     MAX_SHOWN_TOKENS,
     PLACEHOLDER,
+    long_prompts,
     masked_text,
     preview,
     run_counts,
@@ -129,6 +132,17 @@ class TestMask:
         rollout, _ = await previewed({"prompt": "\x1b]0;owned\x07", "answer": "\x1b[31mred"})
         (row,) = rows_from_calls(rollout.calls)
         assert not set("\x1b\x07") & set(masked_text(row, TokenTexts(TOKENIZER), marks=("", "")).plain)
+
+
+def test_prompts_that_fill_the_context_are_counted() -> None:
+    rows = [{"prompt": "short"}, {"prompt": "long " * 300}, {"prompt": "long " * 200}]
+    environment = Config().environment
+    (sentence,) = long_prompts(DataSet(rows, DataSetConfig(path="rows.jsonl")), environment, CHAT, context=128)
+    assert sentence.startswith("rows.jsonl: 2 of 3 prompts are too long for rollout.max_model_len=128")
+    longest = len(CHAT.prompt([{"role": "user", "content": rows[1]["prompt"]}], ()))
+    assert f"the longest has {longest:,} tokens" in sentence
+    few = DataSet(rows[:1], DataSetConfig(path="rows.jsonl"))
+    assert list(long_prompts(few, environment, CHAT, context=128)) == []
 
 
 def test_a_name_of_the_teachers_context_that_rows_lack_is_named() -> None:

@@ -37,9 +37,9 @@ def propose(folder: Path, *rows: dict[str, Any], name: str = "train.jsonl") -> t
 )
 def test_the_reward_fits_every_reference(tmp_path: Path, answers: list[Any], reward: list[str]) -> None:
     values, left_open = propose(tmp_path, *({"question": f"q{i}", "answer": one} for i, one in enumerate(answers)))
-    assert values["reward"]["functions"] == reward
+    assert values.get("reward", {"functions": []})["functions"] == reward
     assert len(left_open) == 1 + (not reward), "the model is never guessed"
-    assert values["model"]["path"] == ""
+    assert "model" not in values
     assert "columns" not in values["data"]
 
 
@@ -47,11 +47,12 @@ def test_the_reward_fits_every_reference(tmp_path: Path, answers: list[Any], rew
     ("row", "columns"),
     [
         ({"problem": "p", "solution": "4"}, {"prompt": "problem", "answer": "solution"}),
-        ({"no": "p", "label": "4"}, {"prompt": "no", "answer": "label"}),
+        ({"no": "p", "label": "4"}, {"answer": "label"}),
+        ({"Client": "p", "Question": "q", "Result": "4"}, {"prompt": "Question", "answer": "Result"}),
         ({"prompt": "p", "ground_truth": "4", "label": "x"}, {"answer": "ground_truth"}),
         ({"a": "p", "b": "q", "answer": "4"}, None),
-        ({"a\n: b": "p", "answer": "4"}, {"prompt": "a\n: b"}),
-        ({"😀\x7f\x85\u2028": "p", "answer": "4"}, {"prompt": "😀\x7f\x85\u2028"}),
+        ({"a\n: b": "p", "result": "4"}, {"answer": "result"}),
+        ({"😀\x7f\x85\u2028": "p", "answer": "4"}, None),
     ],
 )
 def test_columns_of_other_names_are_renamed(
@@ -59,18 +60,62 @@ def test_columns_of_other_names_are_renamed(
 ) -> None:
     values, left_open = propose(tmp_path, row, row)
     assert values["data"].get("columns") == columns
-    assert any("prompt" in line for line in left_open) == (columns is None)
+    names_prompt = "question" in row or "prompt" in row or "prompt" in (columns or {})
+    assert any("prompt" in line for line in left_open) == (not names_prompt)
+
+
+def test_a_column_with_a_few_empty_cells_is_proposed_and_the_gaps_are_counted(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"client": f"c{i}", "Question": f"q{i}", "answer": str(i)} for i in range(30)]
+    rows[3]["Question"], rows[4]["answer"], rows[5]["answer"], rows[6]["answer"] = "", " ", None, ""
+    values, left_open = propose(tmp_path, *rows)
+    assert values["data"]["columns"] == {"prompt": "Question"}
+    assert values["reward"]["functions"] == ["numeric"]
+    assert [line.partition(":")[0] for line in left_open] == ["path"]
+    text = (tmp_path / "run.yaml").read_text()
+    assert "1 of 30 rows are empty" in text
+    assert "3 of 30 rows are empty" in text
+
+
+def test_a_column_with_many_empty_cells_is_named_and_no_other_takes_its_place(tmp_path: Path) -> None:
+    rows = [
+        {"client": f"c{i}", "Question": f"q{i}" if i % 2 else "", "answer": "" if i % 3 else "4"} for i in range(30)
+    ]
+    values, left_open = propose(tmp_path, *rows)
+    assert "columns" not in values["data"]
+    assert "reward" not in values
+    assert any("column Question has gaps; 15 of 30 rows are empty" in line for line in left_open)
+    assert "column answer has gaps; 20 of 30 rows are empty" in (tmp_path / "run.yaml").read_text()
+
+
+def test_a_prompt_by_elimination_is_left_open_with_its_name(tmp_path: Path) -> None:
+    _, left_open = propose(tmp_path, {"client": "Ms. A", "answer": "4"}, {"client": "Mr. B", "answer": "5"})
+    assert any("it may be client" in line for line in left_open)
+
+
+@pytest.mark.parametrize(("positions", "context", "answer"), [(512, 512, 256), (32768, 2048, 512), (None, 2048, 512)])
+def test_limits_fit_together_and_into_the_context_of_the_model(
+    tmp_path: Path, positions: int | None, context: int, answer: int
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "4"}\n')
+    out = tmp_path / "run.yaml"
+    assert write_starter(str(tmp_path / "rows.jsonl"), out, model=str(tmp_path / "model")) == []
+    rollout = yaml.safe_load(out.read_text())["rollout"]
+    assert (rollout["max_model_len"], rollout["max_tokens_per_turn"]) == (context, answer)
 
 
 def test_held_out_rows_beside_the_data_are_found_and_paths_are_those_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "4"}\n')
     values, _ = propose(tmp_path, {"question": "q", "answer": "4"})
     assert (values["data"]["path"], values["data"]["heldout_path"]) == ("train.jsonl", "test.jsonl")
+    assert values["eval"] == {"every": 20, "before_training": True}, "the rows that are proposed are used"
     with pytest.raises(ConfigError, match="exists and is not overwritten"):
         write_starter(str(tmp_path / "train.jsonl"), tmp_path / "run.yaml")
     below = tmp_path / "runs.yaml"
     write_starter(str(tmp_path / "test.jsonl"), below)
-    assert yaml.safe_load(below.read_text())["data"]["heldout_path"] is None
+    values = yaml.safe_load(below.read_text())
+    assert (values["data"]["heldout_path"], values.get("eval")) == (None, None)
 
 
 def test_demonstrations_are_named_as_such(tmp_path: Path) -> None:

@@ -332,6 +332,37 @@ def test_equal_rewards_of_a_whole_step_raise_an_alarm():
     assert alarms(HEALTHY | {"reward/mean": 0.5, "reward/std": 0.5}, AlarmThresholds()) == []
 
 
+@pytest.mark.parametrize("flat", [{"reward/mean": 0.0, "reward/std": 0.0}, {"reward/zero_std_fraction": 1.0}])
+def test_equal_rewards_of_rollouts_that_are_cut_off_name_the_limit_first(flat):
+    cut = HEALTHY | flat | {"rollout/truncated_fraction": 0.9, "rollout/context_full_fraction": 0.04}
+    (alarm,) = alarms(cut, AlarmThresholds())
+    end = (
+        "better than another. 94% of the rollouts are cut off before their end: raise rollout.max_tokens_per_turn and "
+    )
+    assert end + "rollout.max_model_len." in alarm
+    (alarm,) = alarms(
+        cut | {"rollout/truncated_fraction": 0.0, "rollout/context_full_fraction": 0.6}, AlarmThresholds()
+    )
+    assert "60% of the rollouts are cut off before their end: raise rollout.max_model_len." in alarm
+    (alarm,) = alarms(cut | {"rollout/truncated_fraction": 0.4}, AlarmThresholds())
+    assert "cut off" not in alarm
+
+
+def test_an_alarm_says_that_most_tool_calls_fail_and_why():
+    tools = {"environment/tool_calls": 0.64, "environment/tool_errors": 0.48}
+    faults = {"environment/tool_errors_malformed": 0.12, "environment/tool_errors_exception": 0.36}
+    (alarm,) = alarms(HEALTHY | tools | faults, AlarmThresholds())
+    assert alarm.startswith(
+        "environment/tool_errors is 0.48 of 0.64 calls per rollout: most tool calls fail (exception"
+    )
+    assert "(exception 75%, malformed 25%)" in alarm
+    first, second = alarms(HEALTHY | tools | faults | {"reward/mean": 0.0, "reward/std": 0.0}, AlarmThresholds())
+    assert first == alarm
+    assert "another. Mend the tools first" in second
+    for calls in ({"environment/tool_calls": 0.96}, {"environment/tool_calls": math.nan}, {}):
+        assert alarms(HEALTHY | {"environment/tool_errors": 0.48} | faults | calls, AlarmThresholds()) == []
+
+
 def test_a_step_whose_rollouts_are_all_solved_raises_no_alarm_but_a_note():
     solved = HEALTHY | {"reward/mean": 1.0, "reward/std": 0.0, "reward/zero_std_fraction": 1.0}
     assert alarms(solved, AlarmThresholds()) == []
@@ -340,7 +371,7 @@ def test_a_step_whose_rollouts_are_all_solved_raises_no_alarm_but_a_note():
     assert "Harder data" in note
     for failed, thresholds in ((solved | {"reward/mean": 0.2}, {}), (solved, {"solved": 1.5})):
         (alarm,) = alarms(failed, AlarmThresholds(**thresholds))
-        assert "too hard for the model, or the reward does not recognize right answers" in alarm
+        assert "task is too hard for the model, or the reward does not recognize right answers" in alarm
         assert notes(failed, AlarmThresholds(**thresholds)) == []
     assert AlarmThresholds.of({"eval.pass_threshold": 0.5}.get).solved == 0.5
 
