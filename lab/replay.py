@@ -36,7 +36,7 @@ from lockstep.rollout.system.plain_files import behind_link
 from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
-from lockstep.trainer.checkpoint import reader
+from lockstep.trainer.checkpoint import stored
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.collect.groups import Collected, is_kept
@@ -409,15 +409,15 @@ class _Replay:
         self._updater = Updater(self._module, distributed, config, given=sources)
         self._updater.num_updates = update
         candidates = checkpoints_up_to(run, update)
-        newest, path = next((one for one in candidates if reader.check(one[1]) is None), (0, None))
+        newest, path = next((one for one in candidates if stored.check(one[1]) is None), (0, None))
         self._console.say(f"weights        {path or config.model.path}")
         self._is_exact = newest == update
         if path is not None:
-            self._state = reader.load(path, distributed)
+            self._state = stored.load(path, distributed)
             self._updater.guard.norms.extend(self._state.grad_norms)
             if config.algorithm.entropy_target is not None and self._state.entropy_coef is not None:
                 self._updater.entropy = EntropyControl(coef=self._state.entropy_coef, entropy=self._state.entropy)
-            if reader.is_resharded(path, distributed):
+            if stored.is_resharded(path, distributed):
                 self._is_exact = False
                 warn("the run had other ranks: sums are rounded in another order here, so numbers differ a little")
         if newest != update:

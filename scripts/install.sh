@@ -162,8 +162,9 @@ install_packages() {
 # torchvision is locked as PyPI has it, for CUDA. Programs of this environment may import transformers before Lockstep.
 prepare_cuda_builds() {
     local site
-    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    echo 'import lockstep.cuda_builds; lockstep.cuda_builds.install()' >"$site/lockstep-cuda-builds.pth"
+    for site in "$venv"/lib/python*/site-packages; do
+        [[ ! -d $site ]] || echo 'import lockstep.cuda_builds; lockstep.cuda_builds.install()' >"$site/lockstep-cuda-builds.pth"
+    done
 }
 
 # Import the packages of the trainer, to find a broken combination before the first run.

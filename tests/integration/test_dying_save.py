@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.checkpoint import checkpoint, reader
+from lockstep.trainer.checkpoint import checkpoint, stored
 from tests.fixtures.ranks import accelerate, run_ranks
 
 WORKER = Path(__file__).parent / "workers" / "dying_save.py"
@@ -22,6 +22,6 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path: Path)
     assert "came to an end" not in done.stderr
     assert time.monotonic() - started < 200, "the other rank waited for the dead one"
     assert (tmp_path / f"{checkpoint.PARTIAL}2").is_dir(), "the rank died elsewhere"
-    path, skipped = reader.find("auto", tmp_path)
+    path, skipped = stored.find("auto", tmp_path)
     assert path == tmp_path / "step-1"
     assert skipped == [f"{checkpoint.PARTIAL}2: was never finished"]

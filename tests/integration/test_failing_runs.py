@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.checkpoint import reader
+from lockstep.trainer.checkpoint import stored
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.policies import TOKENIZER
 from tests.fixtures.processes import descendants, wait_until_gone
@@ -67,7 +67,7 @@ def lines_of(directory: Path) -> list[dict[str, float]]:
 
 
 def saved_updates(directory: Path) -> list[str]:
-    found, skipped = reader.complete(directory / "runs/own/checkpoints")
+    found, skipped = stored.complete(directory / "runs/own/checkpoints")
     assert skipped == []
     return [path.name for path in found]
 

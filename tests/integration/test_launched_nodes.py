@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.checkpoint import reader
+from lockstep.trainer.checkpoint import stored
 from tests.fixtures.processes import descendants
 from tests.integration.test_launch_files import free_port
 from tests.integration.test_run import ROOT, demo, metrics  # noqa: F401  # `demo` is a fixture
@@ -57,7 +57,7 @@ def test_a_preempted_node_stops_both_and_both_continue(demo: tuple[str, ...], tm
         statuses = [pod.wait(timeout=200) for pod in pods]
         assert 0 not in statuses, "a status of 0 would end a node's part for good"
         last = int(metrics(run)[-1]["step"])
-        found, skipped = reader.complete(run / "checkpoints")
+        found, skipped = stored.complete(run / "checkpoints")
         assert (found[-1].name, skipped) == (f"step-{last}", [])
 
         pods = start((*settings, f"updates={last + 1}"), tmp_path)

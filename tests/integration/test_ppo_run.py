@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.demo.preferences.make import make_preferences
-from lockstep.trainer.checkpoint import reader
+from lockstep.trainer.checkpoint import stored
 from lockstep.trainer.model.critic import Critic
 from tests.integration.test_run import demo, metrics, train  # noqa: F401  # `demo` is a fixture
 
@@ -83,7 +83,7 @@ def test_a_resumed_run_has_the_coefficient_the_learning_rate_and_the_step_of_ada
 
 
 def test_the_critic_is_in_checkpoints_and_in_a_directory_of_its_own_but_not_in_the_model(adaptive: Path) -> None:
-    whole, _ = reader.complete(adaptive / "checkpoints")
+    whole, _ = stored.complete(adaptive / "checkpoints")
     saved = load_file(whole[-1] / "parameters.safetensors")
     assert not any("critic" in name for name in load_file(adaptive / "model/model.safetensors"))
     critic = Critic.from_pretrained(adaptive / "critic")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.demo.make import make_demo
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.saved_rollouts import read_rollouts
-from lockstep.trainer.checkpoint import reader
+from lockstep.trainer.checkpoint import stored
 from lockstep.trainer.evaluate.results import compare, read_results
 from lockstep.trainer.run.hub import publish
 from tests.fixtures import wandb_files
@@ -215,7 +215,7 @@ def test_the_last_evaluation_is_compared_with_the_one_before_training(first_run:
 
 
 def test_checkpoints_are_whole_and_only_the_newest_are_kept(first_run: tuple[Path, str]) -> None:
-    found, skipped = reader.complete(first_run[0] / "checkpoints")
+    found, skipped = stored.complete(first_run[0] / "checkpoints")
     assert [path.name for path in found] == ["step-8", "step-12"]
     assert skipped == []
 
@@ -263,7 +263,7 @@ def test_control_c_finishes_the_update_and_saves(demo: tuple[str, ...], tmp_path
     assert process.returncode == 0, output[-4000:]
     assert "everything is saved" in output
     last = metrics(run)[-1]["step"]
-    found, _ = reader.complete(run / "checkpoints")
+    found, _ = stored.complete(run / "checkpoints")
     assert found[-1].name == f"step-{last}"
     wait_until_gone(children, timeout_s=2)
 

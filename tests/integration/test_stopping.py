@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.checkpoint import reader
+from lockstep.trainer.checkpoint import stored
 from tests.fixtures.processes import descendants
 from tests.integration.test_run import ROOT, command, demo, metrics, train  # noqa: F401  # `demo` is a fixture
 
@@ -56,7 +56,7 @@ def test_sigterm_to_two_ranks_finishes_the_update_and_saves(demo: tuple[str, ...
     assert "--num_processes 2 -m lockstep train" in " ".join(said.split())
     last = metrics(run)[-1]["step"]
     assert last < 500
-    found, skipped = reader.complete(run / "checkpoints")
+    found, skipped = stored.complete(run / "checkpoints")
     assert found[-1].name == f"step-{last}"
     assert skipped == []
     assert (run / "model" / "model.safetensors").is_file()

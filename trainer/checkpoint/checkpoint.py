@@ -1,7 +1,7 @@
 """Atomic checkpoints: complete, or ignored.
 
 A checkpoint is written into a temporary directory; its manifest, with size and SHA-256 of every file, is written last;
-then the directory is renamed into place. A directory without a valid manifest is skipped and reported (`reader.py`).
+then the directory is renamed into place. A directory without a valid manifest is skipped and reported (`stored.py`).
 Old checkpoints are removed only after a new one is published. So a kill at any moment leaves a complete checkpoint that
 is at most one save old.
 

@@ -12,7 +12,7 @@ from lockstep.rollout.errors import CheckpointError
 from lockstep.rollout.models.loading import load_model
 from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
 from lockstep.trainer.checkpoint.checkpoint import MANIFEST
-from lockstep.trainer.checkpoint.reader import UNREADABLE
+from lockstep.trainer.checkpoint.stored import UNREADABLE
 from lockstep.trainer.distributed.unsharded_state import PARAMETERS, open_state
 
 

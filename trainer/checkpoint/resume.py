@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.rollout.errors import CheckpointError
-from lockstep.trainer.checkpoint import checkpoint, reader
+from lockstep.trainer.checkpoint import checkpoint, stored
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.config.changes import changes, flat
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
@@ -45,15 +45,15 @@ def restore(
     settings: the configuration as checkpoints store it. checkpoints: directory of those of this run. Raises
     `CheckpointError` on all ranks if it cannot be loaded.
     """
-    before = reader.saved_settings(path) or {}
+    before = stored.saved_settings(path) or {}
     _refuse_other_optimizer(path, before, config.optimizer.name)
-    state = reader.load(path, distributed)
+    state = stored.load(path, distributed)
     kl_coef, warnings = _continued("kl_coef", "kl_target", state.kl_coef, before, config.algorithm)
     entropy_coef, changed_entropy = _continued(
         "entropy_coef", "entropy_target", state.entropy_coef, before, config.algorithm
     )
     warnings += changed_entropy
-    if reader.is_resharded(path, distributed):
+    if stored.is_resharded(path, distributed):
         warnings.append(
             f"{path.name} was saved by other ranks: parameters and moments are restored bit for bit, but sums over "
             f"{distributed.world_size} rank(s) with ZeRO stage {distributed.zero_stage} round in another order from "

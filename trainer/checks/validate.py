@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
 from lockstep.rollout.errors import ConfigError
@@ -68,6 +69,10 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
                 problems += gateway_problems(config.gateway, config.environment, every=config.eval.every)
             mode = config.correction.mode
             problems += engine_problems(config.rollout, config.sync, config.server, correction_mode=mode)
+        if "ACCELERATE_MIXED_PRECISION" in os.environ and "WORLD_SIZE" not in os.environ:
+            from lockstep.trainer.checks.lone_process import lone_process_problems  # other runs do not load it
+
+            problems += lone_process_problems()
         problems += launch_problems(config.optimizer, config.model)
         problems += model_problems(config.model, config.teacher)
         problems += data_problems(config.data, config.eval.sets, config.environment)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
 
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
@@ -32,13 +29,6 @@ COMPILE_UNDER_ZERO3 = (
 
 def launch_problems(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
     """Yield one sentence per conflict."""
-    if "WORLD_SIZE" not in os.environ and (processes := _asked_processes(_command_of_parent())) > 1:
-        file = Path(__file__).resolve().parents[2] / "configs/accelerate/ddp.yaml"
-        yield (
-            f"accelerate launch was asked for {processes} processes and started one, as it does on a machine without "
-            f"GPUs if no launch file says otherwise; type accelerate launch --config_file {file} "
-            f"--num_processes {processes} ..., or leave --num_processes out"
-        )
     if launched_zero_stage() == 1:
         yield (
             "launched with ZeRO-1, whose optimizer in DeepSpeed reports no norm of the gradient; "
@@ -57,23 +47,6 @@ def launch_problems(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[
         yield MUON_UNDER_ZERO
     if model.compile and launched_zero_stage() == 3:
         yield COMPILE_UNDER_ZERO3
-
-
-def _command_of_parent() -> list[str]:
-    """Return the words of `accelerate launch` if it started this process as its only one; else nothing."""
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        return []
-    import psutil  # other runs do not load it
-
-    with suppress(psutil.Error):
-        words = psutil.Process(os.getppid()).cmdline()
-        return words if any("accelerate" in word for word in words) else []
-    return []
-
-
-def _asked_processes(words: Sequence[str]) -> int:
-    match = re.search(r" --num[_-]processes[= ](\d+) ", f" {' '.join(words)} ")
-    return int(match[1]) if match else 1
 
 
 def launched_zero_stage() -> int:

@@ -1,8 +1,8 @@
-"""Prompts of a run in training order, without those longer than `data.max_prompt_tokens`."""
+"""Rows whose prompts are longer than `data.max_prompt_tokens`. Runs without this setting do not load it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from lockstep.rollout.chat.chat import Chat
@@ -11,36 +11,33 @@ from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.data.prompts import DataSet, Prompts, training_data
+from lockstep.trainer.data.prompts import DataSet
 from lockstep.trainer.distributed.distributed import Distributed
 
 SHOWN_CHARS = 160
 
 
-def make_prompts(
-    config: Config, distributed: Distributed, loop: BackgroundLoop, chat: Chat, *, say: Callable[[str], None]
-) -> Prompts:
-    """Load and filter the prompts of a run; a collective. Raises `DataError` on all ranks."""
-    settings = config.data
-    max_tokens = settings.max_prompt_tokens
-    data = distributed.together(lambda: training_data(settings, config.environment, config.reward, say=say))
-    if max_tokens is not None:
-        make = partial(make_environment, config.environment.name, **config.environment.settings)
-        # Rank 0 measures for all, because the order must be equal on every rank.
-        kept_indices = distributed.together(
-            lambda: [
-                short_enough(data_set, chat, make, loop, max_tokens=max_tokens, say=say)
-                for data_set in (data if distributed.is_main else ())
-            ]
-        )
-        data = [one.subset(indices) for one, indices in zip(data, distributed.broadcast(kept_indices), strict=True)]
-    return Prompts(
-        data,
-        seed=config.seed,
-        shuffle=settings.shuffle,
-        weights=[source.weight for source in settings.training_sets().values()],
-        curriculum=settings.curriculum,
+def without_long(
+    data: Sequence[DataSet],
+    config: Config,
+    distributed: Distributed,
+    loop: BackgroundLoop,
+    chat: Chat,
+    *,
+    say: Callable[[str], None],
+) -> list[DataSet]:
+    """Return the data sets without rows of long prompts; a collective."""
+    max_tokens = config.data.max_prompt_tokens
+    assert max_tokens is not None
+    make = partial(make_environment, config.environment.name, **config.environment.settings)
+    # Rank 0 measures for all, because the order must be equal on every rank.
+    kept_indices = distributed.together(
+        lambda: [
+            short_enough(data_set, chat, make, loop, max_tokens=max_tokens, say=say)
+            for data_set in (data if distributed.is_main else ())
+        ]
     )
+    return [one.subset(indices) for one, indices in zip(data, distributed.broadcast(kept_indices), strict=True)]
 
 
 def short_enough(

@@ -23,8 +23,7 @@ from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
 from lockstep.trainer.collect.source import Collector, RolloutSource
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.data.prompt_filter import make_prompts
-from lockstep.trainer.data.prompts import DataSet, Prompts, heldout_data
+from lockstep.trainer.data.prompts import DataSet, Prompts, heldout_data, training_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
 from lockstep.trainer.engines.run_engines import Engines, start_engines
@@ -469,3 +468,22 @@ def show_scale(shape: ModelShape, config: Config, console: RunConsole) -> None:
         console.say(sentence)
     for sentence in size_warnings(shape, config.optimizer, has_adapters=config.model.lora.rank > 0):
         console.warn(sentence)
+
+
+def make_prompts(
+    config: Config, distributed: Distributed, loop: BackgroundLoop, chat: Chat, *, say: Callable[[str], None]
+) -> Prompts:
+    """Load and filter the prompts of a run; a collective. Raises `DataError` on all ranks."""
+    settings = config.data
+    data = distributed.together(lambda: training_data(settings, config.environment, config.reward, say=say))
+    if settings.max_prompt_tokens is not None:
+        from lockstep.trainer.data.prompt_filter import without_long  # other runs do not load it
+
+        data = without_long(data, config, distributed, loop, chat, say=say)
+    return Prompts(
+        data,
+        seed=config.seed,
+        shuffle=settings.shuffle,
+        weights=[source.weight for source in settings.training_sets().values()],
+        curriculum=settings.curriculum,
+    )

@@ -28,8 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.rollout.errors import ConfigError, DataError, HubError
 from lockstep.rollout.system.plain_files import behind_link, read_plain
-from lockstep.trainer.checkpoint.reader import check
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.checkpoint.stored import check
 from lockstep.trainer.checks.names import HUB_ID
 from lockstep.trainer.compose import to_config, unknown_keys
 from lockstep.trainer.config.redaction import redact_text

@@ -85,9 +85,9 @@ def run(
         checkpoints = Path(config.run_root) / str(config.run_name) / "checkpoints"
         start, messages = None, []
         if config.resume != "never":
-            from lockstep.trainer.checkpoint import reader  # a new run does not load it
+            from lockstep.trainer.checkpoint import stored  # a new run does not load it
 
-            start, messages = distributed.together(lambda: reader.find(config.resume, checkpoints))
+            start, messages = distributed.together(lambda: stored.find(config.resume, checkpoints))
         directory, lock = open_run(config, distributed)
         # A traceback that a program keeps holds the lock file, which would stay open.
         with lock or nullcontext(), libraries.shown_on_failure(), BackgroundLoop() as loop:

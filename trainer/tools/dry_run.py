@@ -47,7 +47,6 @@ from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.config.redaction import redact_words
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain, settings_tree
-from lockstep.trainer.data.prompt_filter import make_prompts
 from lockstep.trainer.data.prompts import DataSet, Row, heldout_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.named_models import refuse_unfit_models
@@ -61,7 +60,7 @@ from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.token_texts import TokenTexts
 from lockstep.trainer.observe.trackers.view import lockstep, program
 from lockstep.trainer.observe.transcript import conversation
-from lockstep.trainer.run.assembly import choose, show_memory_plan, show_scale
+from lockstep.trainer.run.assembly import choose, make_prompts, show_memory_plan, show_scale
 from lockstep.trainer.run.library_logs import quiet_third_parties
 from lockstep.trainer.settings_file import describe_command
 from lockstep.trainer.sft.demonstration_rows import Demonstrations, tokenized

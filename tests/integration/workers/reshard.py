@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.trainer.checkpoint import checkpoint, reader
+from lockstep.trainer.checkpoint import checkpoint, stored
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.distributed.distributed import Distributed
@@ -50,7 +50,7 @@ def main(optimizer_name: str, out: str, source: str = "", weight_decay: str = "0
         checkpoint.save(Path(out) / "checkpoints", state, distributed, keep=9)
 
     if source:
-        reader.load(Path(source), distributed)
+        stored.load(Path(source), distributed)
     else:
         updates(3)
     save(3)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.rollout.weights.source import ZeroSource
-from lockstep.trainer.checkpoint import checkpoint, reader
+from lockstep.trainer.checkpoint import checkpoint, stored
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.distributed.distributed import Distributed
@@ -66,7 +66,7 @@ def main(out: str, source: str = "") -> None:
 
     note()
     if source:
-        reader.load(Path(source), distributed)
+        stored.load(Path(source), distributed)
         assert average.load(Path(source))
         note()
     else:

@@ -198,10 +198,10 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["data.sources.a.path=d", "data.sources.a.weight=0"], ["must be greater than 0"]),
         (["data.sources.a.weight=1"], ["set data.sources.a.path=<file or hub id>"]),
         (["data.columns={prompt: q}"], ["has no column q", "question, answer"]),
-        (["data.columns={question: answer}"], ["needs column 'answer'", "data.columns={answer: <column>}"]),
+        (["data.columns={answer: null}"], ["needs column 'answer'", "data.columns={answer: <column>}"]),
         (
-            ["data.columns={other: question}", "environment=single_turn"],
-            ["no messages or prompt or question; it has answer, other", "data.columns={prompt: answer}"],
+            ["data.columns={question: null}", "environment=single_turn"],
+            ["no messages or prompt or question; it has answer", "data.columns={prompt: answer}"],
         ),
         (["data.system_prompt=hi", "environment.settings.prompt_column=q"], ["prompt_column=null"]),
         (["environment.name=agent", "data.max_prompt_tokens=9"], ["data.max_prompt_tokens=null"]),

@@ -204,6 +204,9 @@ def test_the_first_lines_of_an_evaluation_name_the_heldout_data() -> None:
     assert lines[1] == "data           data/demo/calculator/heldout.jsonl, mine: m.jsonl"
 
 
+TAKE_SETTINGS = "train|evaluate|diagnose|serve[-_]engine|serve|check[-_]environment"
+
+
 def page_commands() -> Iterator[tuple[str, list[str]]]:
     """Yield script and words of the commands on the pages and at the top of the scripts that take settings."""
     found = [(str(block), command) for page in PAGES for block in bash_blocks(page) for command in block.commands
@@ -211,18 +214,21 @@ def page_commands() -> Iterator[tuple[str, list[str]]]:
     for path in ROOT.glob("scripts/*.py"):
         head = re.sub(r" *\\\\\n\s*", " ", path.read_text().split('"""')[1])
         lines = [re.sub(r"(?<=\S)  +\S.*", "", line.strip()) for line in head.splitlines()]  # without explanations
-        found += [(path.name, line) for line in lines if line.startswith(("python", "accelerate"))]
+        found += [(path.name, line) for line in lines if line.startswith(("python", "lockstep", "accelerate"))]
     for place, command in found:
-        match = re.search(r"scripts/(train|evaluate|diagnose|serve|serve_engine|check_environment)\.py (.*)", command)
-        if match and not re.search(r" resume=| --rollouts|py \.\.\. ", command):
+        match = re.search(
+            r"(?:lockstep |scripts/)(train|evaluate|diagnose|serve[-_]engine|serve|check[-_]environment)(?:\.py)? (.*)",
+            command,
+        )
+        if match and not re.search(r" resume=| --rollouts| \.\.\. ", command):
             words = shlex.split(match[2], comments=True)
-            if match[1] == "check_environment":
+            if match[1] in ("check-environment", "check_environment"):
                 flags, settings = parse(words)
                 words = [*overrides_of(flags), *settings]
             if settings_files(words):
                 continue  # tests/integration/test_page_commands.py writes the file
             words = [word for word in words if "=" in word]
-            yield f"{place} {match[1]} {' '.join(words)}", [match[1], *words]
+            yield f"{place} {match[1]} {' '.join(words)}", [match[1].replace("-", "_"), *words]
 
 
 COMMANDS = dict(page_commands())

@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> WatchedRun:
     ]
     path = write_run(tmp_path / "run", [line(1), line(2)], rollouts)
     write_rollouts(path / "rollouts/step-000001.jsonl", [asked(0, 0.125, "compute 1+1"), asked(1, 0.0, "compute 9+9")])
-    return WatchedRun(path)
+    return WatchedRun(path, Path(path.name))
 
 
 def ids(found: dict[str, Any]) -> list[int]:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.rollout.errors import CheckpointError
-from lockstep.trainer.checkpoint import checkpoint, reader
+from lockstep.trainer.checkpoint import checkpoint, stored
 from lockstep.trainer.checkpoint.checkpoint import MANIFEST, TrainerState
 from tests.fixtures.mutations import JSON, mutated
 from tests.fixtures.paths import ROOT
@@ -62,10 +62,10 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_at_most_one_save_old(
             while True:
                 announced = ours.recv()
 
-        path, _ = reader.find("auto", tmp_path)
+        path, _ = stored.find("auto", tmp_path)
         assert path is not None
         restored = SavedState()
-        loaded = reader.load(path, restored)
+        loaded = stored.load(path, restored)
         assert loaded.update in (announced, announced + 1)  # the last announced, or the one after it
         assert restored.values() == {float(loaded.update)}
         announced = loaded.update
@@ -84,12 +84,12 @@ def test_old_checkpoints_go_and_latest_points_at_the_newest(tmp_path):
 def test_retention_never_removes_the_checkpoint_just_saved_nor_the_last_good_one(tmp_path):
     save(tmp_path, 20)
     save(tmp_path, 11, keep=1)  # a run resumed from an older checkpoint
-    assert [path.name for path in reader.complete(tmp_path)[0]] == ["step-11"]
+    assert [path.name for path in stored.complete(tmp_path)[0]] == ["step-11"]
     save(tmp_path, 11, keep=1)  # the same update again
-    assert [path.name for path in reader.complete(tmp_path)[0]] == ["step-11"]
+    assert [path.name for path in stored.complete(tmp_path)[0]] == ["step-11"]
     (tmp_path / "step-11" / "optimizer.pt").write_bytes(b"")
     save(tmp_path, 12, keep=3)
-    assert [path.name for path in reader.complete(tmp_path)[0]] == ["step-12"]
+    assert [path.name for path in stored.complete(tmp_path)[0]] == ["step-12"]
 
 
 def test_a_checkpoint_moved_to_another_disk_loses_only_its_link(tmp_path):
@@ -109,7 +109,7 @@ def test_latest_is_replaced_only_if_it_is_a_link(tmp_path):
     (tmp_path / "latest").mkdir()
     save(tmp_path, 1, 2)
     assert not (tmp_path / "latest").is_symlink()
-    assert reader.find("auto", tmp_path)[0] == tmp_path / "step-2"
+    assert stored.find("auto", tmp_path)[0] == tmp_path / "step-2"
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -124,7 +124,7 @@ def test_a_failed_save_keeps_the_earlier_checkpoint(tmp_path, keep, monkeypatch)
             patch.setattr(checkpoint, broken, fails)
             with pytest.raises(CheckpointError, match="No space left"):
                 checkpoint.save(tmp_path, state(2), saved, keep=keep)
-        assert reader.find("auto", tmp_path)[0] == tmp_path / "step-1"
+        assert stored.find("auto", tmp_path)[0] == tmp_path / "step-1"
 
 
 def test_a_full_disk_is_a_checkpoint_error(tmp_path):
@@ -136,7 +136,7 @@ def test_a_full_disk_is_a_checkpoint_error(tmp_path):
             checkpoint.save(tmp_path, state(2), saved, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    path, skipped = reader.find("auto", tmp_path)
+    path, skipped = stored.find("auto", tmp_path)
     assert path == tmp_path / "step-1"
     assert skipped == []  # the partial save is gone: the next one needs the space
 
@@ -146,7 +146,7 @@ FILLS = """
     from pathlib import Path
     from lockstep.rollout.errors import CheckpointError
     from tests.fixtures.saved_state import SavedState
-    from lockstep.trainer.checkpoint import checkpoint, reader
+    from lockstep.trainer.checkpoint import checkpoint, stored
     from lockstep.trainer.checkpoint.checkpoint import TrainerState
 
     directory, saved = Path(sys.argv[1]), SavedState()
@@ -158,14 +158,14 @@ FILLS = """
             print(update - 1, "0.0 MiB are free" in str(error))
             break
     saved.fill(update - 1)
-    whole, skipped = reader.complete(directory)
+    whole, skipped = stored.complete(directory)
     restored = SavedState()
-    reader.load(whole[-1], restored)
+    stored.load(whole[-1], restored)
     print(len(whole), skipped, restored.values() == {float(update - 1)})
     checkpoint.shutil.rmtree(whole[0])  # free space for one
     saved.fill(update)
     checkpoint.save(directory, TrainerState(step=update, update=update, data_cursor=0), saved, keep=99)
-    print([path.name for path in reader.complete(directory)[0]][-1] == f"step-{update}")
+    print([path.name for path in stored.complete(directory)[0]][-1] == f"step-{update}")
 """
 
 
@@ -216,16 +216,16 @@ def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path, damage):
     save(tmp_path, 1, 2)
     harm, says = DAMAGE[damage]
     harm(tmp_path / "step-2")
-    path, skipped = reader.find("auto", tmp_path)
+    path, skipped = stored.find("auto", tmp_path)
     assert path == tmp_path / "step-1"
     assert len(skipped) == 1
     assert "step-2" in skipped[0]
     assert says in skipped[0]
     with pytest.raises(CheckpointError, match=says):
-        reader.find(str(tmp_path / "step-2"), tmp_path)
+        stored.find(str(tmp_path / "step-2"), tmp_path)
     shutil.rmtree(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        reader.find("auto", tmp_path)
+        stored.find("auto", tmp_path)
 
 
 def test_a_manifest_truncated_at_any_byte_is_refused(tmp_path):
@@ -234,9 +234,9 @@ def test_a_manifest_truncated_at_any_byte_is_refused(tmp_path):
     whole = manifest.read_bytes()
     for length in range(len(whole)):
         manifest.write_bytes(whole[:length])
-        assert "no readable manifest" in str(reader.check(tmp_path / "step-1")), length
+        assert "no readable manifest" in str(stored.check(tmp_path / "step-1")), length
     manifest.write_bytes(whole)
-    assert reader.check(tmp_path / "step-1") is None
+    assert stored.check(tmp_path / "step-1") is None
 
 
 def test_a_clock_that_goes_backwards_does_not_change_the_order(tmp_path):
@@ -245,15 +245,15 @@ def test_a_clock_that_goes_backwards_does_not_change_the_order(tmp_path):
     for update in (1, 2, 3):
         for file in [*(tmp_path / f"step-{update}").iterdir(), tmp_path / f"step-{update}"]:
             os.utime(file, (10**9 - update, 10**9 - update))
-    assert reader.find("auto", tmp_path)[0] == tmp_path / "step-3"
+    assert stored.find("auto", tmp_path)[0] == tmp_path / "step-3"
     checkpoint.save(tmp_path, state(4), saved, keep=2)
-    assert [path.name for path in reader.complete(tmp_path)[0]] == ["step-3", "step-4"]
+    assert [path.name for path in stored.complete(tmp_path)[0]] == ["step-3", "step-4"]
 
 
 def test_a_run_killed_in_its_first_save_starts_from_the_beginning(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "step-1").rename(tmp_path / ".partial-step-1")
-    path, skipped = reader.find("auto", tmp_path)
+    path, skipped = stored.find("auto", tmp_path)
     assert path is None
     assert skipped == [".partial-step-1: was never finished"]
 
@@ -276,10 +276,10 @@ def test_a_pickle_bomb_in_any_file_does_not_go_off(tmp_path, name):
         manifest = json.loads((path / MANIFEST).read_text())
         manifest["files"][name] = checkpoint.fingerprint(path / name)
         (path / MANIFEST).write_text(json.dumps(manifest))
-    found = reader.check(path)
+    found = stored.check(path)
     if found is None and name != "state.json":  # the loader never reads state.json
         with pytest.raises(CheckpointError, match="cannot be loaded"):
-            reader.load(path, SavedState())
+            stored.load(path, SavedState())
     else:
         assert name == "state.json" or "manifest" in str(found)
     assert not fired.exists()
@@ -300,7 +300,7 @@ def test_any_manifest_is_accepted_or_reported(tmp_path_factory, manifest):
     directory = tmp_path_factory.mktemp("fuzz")
     (directory / "step-1").mkdir()
     (directory / "step-1" / MANIFEST).write_text(manifest, errors="replace")
-    whole, skipped = reader.complete(directory)
+    whole, skipped = stored.complete(directory)
     assert len(whole) + len(skipped) == 1
 
 
@@ -309,7 +309,7 @@ def test_a_manifest_cannot_name_files_outside(tmp_path):
     manifest = json.loads((tmp_path / "step-1" / MANIFEST).read_text())
     manifest["files"]["../../../etc/passwd"] = {}
     (tmp_path / "step-1" / MANIFEST).write_text(json.dumps(manifest))
-    assert "outside" in str(reader.check(tmp_path / "step-1"))
+    assert "outside" in str(stored.check(tmp_path / "step-1"))
 
 
 @pytest.mark.parametrize(
@@ -333,13 +333,13 @@ def test_a_state_that_a_resumed_run_cannot_use_is_refused(tmp_path, values):
     manifest = json.loads((tmp_path / "step-1" / MANIFEST).read_text())
     manifest["state"] |= values
     (tmp_path / "step-1" / MANIFEST).write_text(json.dumps(manifest))
-    assert reader.check(tmp_path / "step-1") == "has no readable manifest (ValueError)"
+    assert stored.check(tmp_path / "step-1") == "has no readable manifest (ValueError)"
 
 
 def test_pipes_and_deep_nesting_neither_block_nor_end_a_resume(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "step-1" / "config.json").write_text("[" * 100_000)
-    assert reader.saved_settings(tmp_path / "step-1") is None
+    assert stored.saved_settings(tmp_path / "step-1") is None
     (tmp_path / "step-2").mkdir()
     os.mkfifo(tmp_path / "step-2" / MANIFEST)
-    assert reader.complete(tmp_path)[1] == ["step-2: has no readable manifest (OSError)"]
+    assert stored.complete(tmp_path)[1] == ["step-2: has no readable manifest (OSError)"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.rollout.errors import CheckpointError, ConfigError
-from lockstep.trainer.checkpoint import checkpoint, reader
+from lockstep.trainer.checkpoint import checkpoint, stored
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.resume import restore
 from lockstep.trainer.checkpoint.run_dir import open_run
@@ -33,7 +33,7 @@ def save(checkpoints: Path, update: int, of: Config, **state: Any) -> Path:
 
 
 def resumed(now: Config, checkpoints: Path) -> Any:
-    path, _ = reader.find(now.resume, checkpoints)
+    path, _ = stored.find(now.resume, checkpoints)
     assert path is not None
     return restore(path, now, asdict(now), checkpoints, SavedState())
 
@@ -119,17 +119,17 @@ def test_an_invalid_state_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> N
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     manifest["state"] |= wrong
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    assert "no readable manifest" in str(reader.check(path))
+    assert "no readable manifest" in str(stored.check(path))
 
 
 def test_the_newer_of_two_checkpoints_of_one_update_is_taken(tmp_path: Path) -> None:
     """A kill between the two renames of a save leaves both."""
     path = save(tmp_path, 4, config())
     shutil.copytree(path, path.with_name("step-4.replaced"))
-    found, _ = reader.find("auto", tmp_path)
+    found, _ = stored.find("auto", tmp_path)
     assert found == path
     shutil.rmtree(path)
-    found, _ = reader.find("auto", tmp_path)
+    found, _ = stored.find("auto", tmp_path)
     assert found is not None
     assert found.name == "step-4.replaced"
 
@@ -174,14 +174,14 @@ def test_only_zero_checkpoints_are_resharded_for_other_ranks(tmp_path: Path) -> 
     """tests/integration/test_reshard.py tests the resharding itself."""
     path = save(tmp_path, 4, config())
     two = SavedState(world_size=2)
-    reader.load(path, two)
+    stored.load(path, two)
     assert two.values() == {4.0}
-    assert not reader.is_resharded(path, two)
-    assert reader.is_resharded(path, SavedState(zero_stage=3))
+    assert not stored.is_resharded(path, two)
+    assert stored.is_resharded(path, SavedState(zero_stage=3))
     manifest = json.loads((path / checkpoint.MANIFEST).read_text()) | {"world_size": 2, "zero_stage": 3}
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     ranks = [SavedState(world_size=size, zero_stage=stage) for size, stage in ((2, 3), (4, 3), (2, 2), (1, 0))]
-    assert [reader.is_resharded(path, rank) for rank in ranks] == [False, True, True, True]
+    assert [stored.is_resharded(path, rank) for rank in ranks] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(("schedule", "is_said"), [("linear", True), ("constant", False)])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.trainer.checkpoint import checkpoint, reader
+from lockstep.trainer.checkpoint import checkpoint, stored
 from lockstep.trainer.run.run import Callbacks, Life
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
@@ -23,7 +23,7 @@ SAVES = """
     import sys, time
     from pathlib import Path
     from tests.fixtures.saved_state import SavedState
-    from lockstep.trainer.checkpoint import checkpoint, reader
+    from lockstep.trainer.checkpoint import checkpoint, stored
     from lockstep.trainer.run import interrupt
     from lockstep.trainer.checkpoint.checkpoint import TrainerState
     from lockstep.trainer.run.interrupt import Interrupt
@@ -66,7 +66,7 @@ def test_a_signal_in_a_save_lets_it_finish(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert said == ""
-    assert [path.name for path in reader.complete(tmp_path)[0]] == ["step-1", "step-2"]
+    assert [path.name for path in stored.complete(tmp_path)[0]] == ["step-1", "step-2"]
     assert not list(tmp_path.glob(f"{checkpoint.PARTIAL}*"))
 
 
@@ -79,7 +79,7 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, again: signal.Signals) ->
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "exited at once" in said
-    found, skipped = reader.complete(tmp_path)
+    found, skipped = stored.complete(tmp_path)
     assert [path.name for path in found] == ["step-1"]
     assert [sentence.partition(":")[0] for sentence in skipped] == [".partial-step-2"]
 

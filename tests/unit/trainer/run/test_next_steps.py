@@ -73,7 +73,7 @@ def test_the_time_of_a_resumed_run_is_that_of_all_its_processes():
 
 def test_a_run_says_how_many_rollouts_were_not_trained():
     lines = metrics([0.5, 0.5])
-    lines[0] |= {"rollout/dropped_reward": 7.0, "rollout/dropped_prompt": 1.0, "rollout/dropped_fraction": 0.25}
+    lines[0] |= {"rollout/dropped_reward": 7.0, "rollout/dropped_prompt": 1.0, "rollout/dropped_fraction": 1.0}
     lines[1] |= {"rollout/dropped_reward": 2.0, "rollout/dropped_prompt": 0.0}
     assert outcome(lines, 2, [], seconds=1).endswith("; 10 rollouts were not trained: reward 9, prompt 1")
 

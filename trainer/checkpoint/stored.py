@@ -1,4 +1,4 @@
-"""Reader of checkpoints: which are complete, their settings, and their state. A new run does not load it."""
+"""Stored checkpoints: which are complete, their settings, and their state. A new run does not load this module."""
 
 from __future__ import annotations
 
