@@ -10,7 +10,7 @@ from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import AnyEnvironment, environment_of
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
 from lockstep.trainer.data.prompts import DataSet
 from lockstep.trainer.distributed.distributed import Distributed
 
@@ -19,17 +19,16 @@ SHOWN_CHARS = 160
 
 def without_long(
     data: Sequence[DataSet],
-    config: Config,
+    environment: EnvironmentConfig,
     distributed: Distributed,
     loop: BackgroundLoop,
     chat: Chat,
     *,
+    max_tokens: int,
     say: Callable[[str], None],
 ) -> list[DataSet]:
     """Return the data sets without rows of long prompts; a collective."""
-    max_tokens = config.data.max_prompt_tokens
-    assert max_tokens is not None
-    make = partial(make_environment, config.environment.name, **config.environment.settings)
+    make = partial(make_environment, environment.name, **environment.settings)
     # Rank 0 measures for all, because the order must be equal on every rank.
     kept_indices = distributed.together(
         lambda: [

@@ -479,7 +479,8 @@ def make_prompts(
     if settings.max_prompt_tokens is not None:
         from lockstep.trainer.data.prompt_filter import without_long  # other runs do not load it
 
-        data = without_long(data, config, distributed, loop, chat, say=say)
+        max_tokens = settings.max_prompt_tokens
+        data = without_long(data, config.environment, distributed, loop, chat, max_tokens=max_tokens, say=say)
     return Prompts(
         data,
         seed=config.seed,
