@@ -34,7 +34,8 @@ from lockstep.trainer.run.library_logs import quiet_third_parties
 START_LIMIT_S = 300.0
 """Time limit for model, data and engine to load."""
 
-OpenEngine = Callable[[Config], AbstractContextManager[EnginePool]]
+OpenEngine = Callable[..., AbstractContextManager[EnginePool]]
+"""Takes what `open_engine` does."""
 
 
 def record(findings: Iterable[Finding], journal: Journal, *, accepted: Sequence[str] = ()) -> None:
@@ -106,7 +107,7 @@ def _examine(subject: Subject, open_engine: OpenEngine) -> Iterator[Finding]:
         return
     with ExitStack() as stack:
         with subject.watch.journal.doing("the start of the engine", limit_s=START_LIMIT_S):
-            engine = stack.enter_context(open_engine(subject.config))
+            engine = stack.enter_context(open_engine(subject.config, subject.chat.images))
         yield from _all(engine.loop, examine_episodes(subject, engine, earnings))
 
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 
+from lockstep.rollout.models.stored_model import language_model
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
-from lockstep.trainer.model.critic import ActorCritic, Critic
 from lockstep.trainer.model.decoder import decoder_setup, packable_config
 from lockstep.trainer.model.layers.router_outputs import router_coefs
 from lockstep.trainer.model.layers.routing import num_experts
-from lockstep.trainer.model.lora import add_adapters
 from lockstep.trainer.model.policy import Policy
 
 NORM, OF_HEADS = re.compile(r"norm\w*\.weight$"), re.compile(r"\.[qk]_(layer)?norm\.")
@@ -119,17 +118,31 @@ def planned_shape(
     setup, trust = decoder_setup(model, engine_context), model.trust_remote_code
     with torch.device("meta"):
         shapes = packable_config(
-            model.path, setting="model.path", trust_remote_code=trust, has_adapters=model.lora.rank > 0
+            model.path,
+            setting="model.path",
+            trust_remote_code=trust,
+            has_adapters=model.lora.rank > 0,
+            sees_images=model.sees_images,
         )
-        causal_lm = AutoModelForCausalLM.from_config(shapes, trust_remote_code=trust)
-        policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
+        auto = language_model(sees_images=model.sees_images).auto
+        causal_lm = auto.from_config(shapes, trust_remote_code=trust)
+        if model.lora.rank:
+            from lockstep.trainer.model.lora import add_adapters
+
+            causal_lm = add_adapters(causal_lm, model.lora)
+        policy = Policy(causal_lm, **setup)
         router_coefs(policy.causal_lm.get_decoder(), algorithm)
-        module: nn.Module = policy
-        if has_critic and model.critic == "shared":
+        if not has_critic:
+            return ModelShape.of(policy, policy.model, policy.causal_lm.config)
+        from lockstep.trainer.model.critic import ActorCritic, Critic
+
+        if model.critic == "shared":
             module = ActorCritic.shared(policy)
-        elif has_critic:
+        else:
             path = model.critic_path or model.path
-            shapes = packable_config(path, setting="model.critic_path", trust_remote_code=trust)
+            shapes = packable_config(
+                path, setting="model.critic_path", trust_remote_code=trust, sees_images=model.sees_images
+            )
             decoder = AutoModel.from_config(shapes, trust_remote_code=trust)
             module = ActorCritic(policy, Critic(decoder, **setup))
     return ModelShape.of(module, policy.model, policy.causal_lm.config)
