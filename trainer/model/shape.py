@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,11 @@ from lockstep.trainer.model.layers.router_outputs import router_coefs
 from lockstep.trainer.model.layers.routing import num_experts
 from lockstep.trainer.model.policy import Policy
 
+if TYPE_CHECKING:
+    from lockstep.trainer.model.layers.vision import TowerShape
+
+OF_LAYERS = re.compile(r"^(?!.*vision).*\.layers\.")
+"""Names of the parameters of decoder layers, not of a tower's."""
 NORM, OF_HEADS = re.compile(r"norm\w*\.weight$"), re.compile(r"\.[qk]_(layer)?norm\.")
 """Names of the weights of norms, and those of queries and keys among them."""
 SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
@@ -58,11 +63,23 @@ class ModelShape:
     """Norms of hidden states in a layer."""
     has_head_norms: bool = False
     """True if queries and keys are normalized before the rotation."""
+    tower: TowerShape | None = None
+    """Vision tower of a model that sees images."""
 
     @property
     def of_layers(self) -> int:
         """Number of parameters without embedding and head."""
         return self.parameters - self.vocabulary * self.hidden * (1 if self.is_tied else 2)
+
+    @classmethod
+    def of_trained(cls, module: nn.Module, policy: Policy) -> ModelShape:
+        """Measure the trained module. policy: the one inside it."""
+        shape = cls.of(module, policy.model, policy.causal_lm.config)
+        if policy.vision is None:
+            return shape
+        from lockstep.trainer.model.layers.vision import TowerShape  # models of text do not load it
+
+        return replace(shape, tower=TowerShape.of(policy.causal_lm))
 
     @classmethod
     def of(cls, module: nn.Module, policy: nn.Module, config: PreTrainedConfig) -> ModelShape:
@@ -79,7 +96,7 @@ class ModelShape:
         expert = (text.get("moe_intermediate_size") or width) if experts else 0
         shared = next((text[name] for name in SHARED_WIDTHS if text.get(name)), None)
         sizes = [_numel(parameter) for parameter in module.parameters()]
-        norms = [name for name, _ in policy.named_parameters() if ".layers." in name and NORM.search(name)]
+        norms = [name for name, _ in policy.named_parameters() if OF_LAYERS.search(name) and NORM.search(name)]
         of_heads = [name for name in norms if OF_HEADS.search(name)]
         return cls(
             parameters=sum(sizes),
@@ -133,7 +150,7 @@ def planned_shape(
         policy = Policy(causal_lm, **setup)
         router_coefs(policy.causal_lm.get_decoder(), algorithm)
         if not has_critic:
-            return ModelShape.of(policy, policy.model, policy.causal_lm.config)
+            return ModelShape.of_trained(policy, policy)
         from lockstep.trainer.model.critic import ActorCritic, Critic
 
         if model.critic == "shared":
@@ -145,7 +162,7 @@ def planned_shape(
             )
             decoder = AutoModel.from_config(shapes, trust_remote_code=trust)
             module = ActorCritic(policy, Critic(decoder, **setup))
-    return ModelShape.of(module, policy.model, policy.causal_lm.config)
+    return ModelShape.of_trained(module, policy)
 
 
 def update_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

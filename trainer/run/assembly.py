@@ -362,7 +362,7 @@ class Assembly:
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         with self._libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer
             prepared_module = distributed.prepare(module, optimizer)
-        shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
+        shape = ModelShape.of_trained(module, policy)
         plan = memory_plan(shape, config, distributed.sharding)
         show_memory_plan(plan, console, available=distributed.device_memory)
         show_scale(shape, config, console)

@@ -16,6 +16,7 @@ Shape legend: _L tokens of the pack, _K tokens of images of the pack, _D hidden 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,6 +68,43 @@ def tower_parts(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the tower and its projector, by their names in the base model; of a text model none."""
     base, decoder = model.base_model, model.get_decoder()
     return {} if base is decoder else {name: part for name, part in base.named_children() if part is not decoder}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerShape:
+    """Sizes of a vision tower that determine the memory of its activations."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    patches: float
+    """Patches of an image per token of it."""
+    is_trained: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> TowerShape:
+        """Measure the tower of a model. Of an adapted one, its base."""
+        config: Any = model.config
+        vision = config.vision_config
+        merged: int | None = getattr(vision, "spatial_merge_size", None)
+        sides = vision.image_size / vision.patch_size if merged is None else merged
+        return cls(
+            layers=vision.num_hidden_layers if merged is None else vision.depth,
+            hidden=vision.hidden_size,
+            intermediate=vision.intermediate_size,
+            patches=sides**2 / (config.mm_tokens_per_image if merged is None else 1),
+            is_trained=any(part.requires_grad for tower in tower_parts(model).values() for part in tower.parameters()),
+        )
+
+    def activation_bytes(self, tokens: int, *, compute: int, is_checkpointed: bool) -> int:
+        """Return the memory of a pack of which all tokens are of images: at most that.
+
+        A layer holds its inputs, two norms, queries, keys, values, the output of attention, and three products of the
+        MLP. A frozen tower keeps one layer; a trained one all, under checkpointing the inputs of all and one layer.
+        """
+        layer = 8 * self.hidden + 3 * self.intermediate
+        kept = layer + self.hidden * self.layers if is_checkpointed else layer * self.layers
+        return int(compute * tokens * self.patches * (kept if self.is_trained else layer))
 
 
 def freeze_tower(model: PreTrainedModel) -> None:
