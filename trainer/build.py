@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
@@ -94,6 +94,13 @@ def make_chat(model: ModelConfig, *, history: str, media: Path | None = None) ->
         raise TemplateError(
             f"{model.path}: the chat template fails on a short conversation: {type(error).__name__}: {error}"
         ) from error
+
+
+def images_of_data(config: Config, chat: Chat) -> dict[str, Any]:
+    """Return the arguments of `training_data` and `heldout_data` for a run that sees images; none for another."""
+    if chat.images is None:
+        return {}
+    return {"store": chat.images.store, "max_images": config.model.images.max_per_prompt}
 
 
 def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:

@@ -25,7 +25,7 @@ from lockstep.lab.finding import Finding, Verdict, failure
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.records import RolloutStatus
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.trainer.build import make_chat, make_rewards
+from lockstep.trainer.build import images_of_data, make_chat, make_rewards
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Prompts, training_data
 from lockstep.trainer.engines.start import open_engine
@@ -59,7 +59,7 @@ def findings(
     config.reward.on_error, config.reward.max_error_rate = {}, 1.0  # an error is a finding here, not the end
     with journal.doing("the loading of model, data and rewards", limit_s=START_LIMIT_S):
         chat = make_chat(config.model, history=config.environment.history)
-        data = training_data(config.data, config.environment, config.reward)
+        data = training_data(config.data, config.environment, config.reward, **images_of_data(config, chat))
         rows = Prompts(data, seed=config.seed, shuffle=config.data.shuffle).take(min(options.rows, sum(map(len, data))))
         rewards = make_rewards(config)
         rewards.load()

@@ -98,7 +98,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
     if not problems and config.has_rollouts:  # last, because an environment may load user files
         problems += environment_problems(config.environment, config.max_turns)
         if not problems and needs_data:
-            check = RowCheck(config.environment, config.reward)
+            check = RowCheck(config.environment, config.reward, max_images=config.model.images.max_per_prompt)
             problems += first_row_problems(sets, check, heldout_path=config.data.heldout_path)
             problems += sandbox_problems(config.environment, config.reward)
     if not problems and needs_data and trains:

@@ -24,7 +24,7 @@ from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import OnRollout, Sampler
 from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.trainer.build import make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.build import images_of_data, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
@@ -234,9 +234,10 @@ class _Process:
                 "eval.compare_to=null 'eval.lm_eval.tasks=[]', or evaluate merged models one by one"
             )
         sampled_with, metrics = comparable_settings(config), {}
-        data = heldout_data(config.heldout_sets(), config.environment, config.reward, say=console.say)
-        console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
         chat = self._chat()
+        images = images_of_data(config, chat)
+        data = heldout_data(config.heldout_sets(), config.environment, config.reward, **images, say=console.say)
+        console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
         with open_engine(config, chat.images) as engine:
             base: Sequence[SetResult] = ()
             for name in (BASE, *config.model.adapters):
@@ -258,10 +259,11 @@ class _Process:
 
     def evaluate(self, tasks: Tasks | None) -> Evaluation:
         config, console = self.config, self.console
-        data = heldout_data(config.heldout_sets(), config.environment, config.reward, say=console.say)
+        chat = self._chat()
+        images = images_of_data(config, chat)
+        data = heldout_data(config.heldout_sets(), config.environment, config.reward, **images, say=console.say)
         path = config.model.path
         console.say(f"starting the engine with {path} ...")
-        chat = self._chat()
         with open_engine(config, chat.images) as engine:
             evaluation = self._evaluate_sets(data, engine, chat) if data else Evaluation()
             if tasks is None:

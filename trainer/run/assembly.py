@@ -18,7 +18,7 @@ from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
 from lockstep.rollout.weights.sync import WeightSync
-from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.build import images_of_data, load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
 from lockstep.trainer.collect.source import Collector, RolloutSource
@@ -140,7 +140,7 @@ class Assembly:
         prompts = None
         if config.has_rollouts:
             prompts = make_prompts(config, distributed, self._loop, chat, say=console.say)
-        heldout, heldout_demonstrations = self._heldout_prompts(), self._heldout_demonstrations(chat)
+        heldout, heldout_demonstrations = self._heldout_prompts(chat), self._heldout_demonstrations(chat)
         engines = self._engines()
         teacher = self._teacher(engines)
         module, shape, updater = self._trained(demonstrations, teacher)
@@ -202,12 +202,13 @@ class Assembly:
 
         return Demonstrations.load(self._config, self._distributed, chat, say=self._console.say)
 
-    def _heldout_prompts(self) -> Mapping[str, DataSet]:
+    def _heldout_prompts(self, chat: Chat) -> Mapping[str, DataSet]:
         """Load the held-out data of a run with rollouts on rank 0."""
         config, distributed = self._config, self._distributed
         if not (config.evaluates and config.has_rollouts):
             return {}
-        load = partial(heldout_data, config.heldout_sets(), config.environment, config.reward, say=self._console.say)
+        sets, images = config.heldout_sets(), images_of_data(config, chat)
+        load = partial(heldout_data, sets, config.environment, config.reward, **images, say=self._console.say)
         return distributed.together(lambda: load() if distributed.is_main else {})
 
     def _heldout_demonstrations(self, chat: Chat) -> HeldoutDemonstrations | None:
@@ -492,7 +493,8 @@ def make_prompts(
 ) -> Prompts:
     """Load and filter the prompts of a run; a collective. Raises `DataError` on all ranks."""
     settings = config.data
-    data = distributed.together(lambda: training_data(settings, config.environment, config.reward, say=say))
+    images = images_of_data(config, chat)
+    data = distributed.together(lambda: training_data(settings, config.environment, config.reward, **images, say=say))
     if settings.max_prompt_tokens is not None:
         from lockstep.trainer.data.prompt_filter import without_long  # other runs do not load it
 

@@ -40,7 +40,7 @@ from lockstep.rollout.records import Cause, EngineCall, FinishReason, Rollout, T
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
-from lockstep.trainer.build import make_chat, make_rewards, make_sampling
+from lockstep.trainer.build import images_of_data, make_chat, make_rewards, make_sampling
 from lockstep.trainer.checks.names import group_wise_rewards, scores_groups_alone
 from lockstep.trainer.command_line import typed_words
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
@@ -113,7 +113,13 @@ def dry_run(config: Config) -> None:
         heldout = {}
         if config.has_rollouts and config.evaluates:
             heldout = distributed.together(
-                lambda: heldout_data(config.heldout_sets(), config.environment, config.reward, say=run_console.say)
+                lambda: heldout_data(
+                    config.heldout_sets(),
+                    config.environment,
+                    config.reward,
+                    **images_of_data(config, chat),
+                    say=run_console.say,
+                )
             )
         demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)
         if not config.has_rollouts and config.evaluates:
