@@ -36,7 +36,7 @@ from lockstep.rollout.episode.environment import RunsItself, messages_of_row
 from lockstep.rollout.episode.episode import run_episode
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import ConfigError, LockstepError, TemplateError
-from lockstep.rollout.records import Cause, EngineCall, FinishReason, Rollout, TrainingRow, at_row
+from lockstep.rollout.records import Cause, EngineCall, FinishReason, ImageSpan, Rollout, TrainingRow, at_row
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
@@ -227,7 +227,9 @@ def demonstration_counts(
     }
 
 
-async def sampled_answer(ids: Sequence[int], prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+async def sampled_answer(
+    ids: Sequence[int], prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+) -> EngineCall:
     """Return `ids` and a stop token as a sampled turn, cut at `sampling.max_tokens`. Its logprobs are zeros."""
     stops = sampling.stop_token_ids[:1]
     whole = (*ids, *stops)
@@ -236,6 +238,7 @@ async def sampled_answer(ids: Sequence[int], prompt_ids: Sequence[int], sampling
         prompt_ids=tuple(prompt_ids),
         sampled_ids=sampled_ids,
         sampled_logprobs=(0.0,) * len(sampled_ids),
+        images=tuple(images),
         finish_reason=FinishReason.STOP if stops and sampled_ids == whole else FinishReason.LENGTH,
     )
 
