@@ -4,7 +4,7 @@
     <image> in texts                     one image each, in order; the text around it is kept
     neither                              all images before the text of the first user turn
 
-The images are parts with digests (`rollout/media/row_images.py`), and so are those of parts with values.
+The images are parts with digests (`trainer/data/row_images.py`), and so are those of parts with values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Message
 
 MARKER = "<image>"
-"""Text that stands for an image. In a row without images it stays text, and in a turn of the assistant."""
+"""Text that stands for an image. In a row without images it stays text."""
+MARKED_ROLES = ("system", "developer", "user", "tool")
+"""Roles of turns in which it does; what the model says is left alone."""
 
 Part = Mapping[str, Any]
 
@@ -78,7 +80,7 @@ def _as_parts(message: Message) -> Sequence[Any]:
 
 def _read_texts(message: Message) -> Iterator[str]:
     """Yield the texts of a message in which places may be marked."""
-    if message["role"] != "assistant":
+    if message["role"] in MARKED_ROLES:
         yield from (part["text"] for part in _as_parts(message) if _is_text(part))
 
 

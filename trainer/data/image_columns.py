@@ -13,11 +13,11 @@ import datasets
 from lockstep.rollout.environments.prompt import IMAGE_COLUMNS, num_images, too_many_images
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.media.placement import placed
-from lockstep.rollout.media.row_images import RowImages
 from lockstep.rollout.media.store import ImageStore
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.data.datasets import is_file, is_made
 from lockstep.trainer.data.reader import Row, Rows
+from lockstep.trainer.data.row_images import RowImages
 
 
 def images_of(settings: DataSetConfig, store: ImageStore | None) -> RowImages:
