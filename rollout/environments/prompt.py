@@ -104,14 +104,27 @@ def is_image_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
+def num_images(messages: Sequence[Message]) -> int:
+    """Count the images of messages, and their places."""
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list | tuple)]
+    return sum(is_image_part(part) for content in contents for part in content)
+
+
+def too_many_images(count: int, most: int) -> str:
+    """Return a sentence for a row with more images than `most`."""
+    return (
+        f"the prompt has {count} images, images.max_per_prompt={most}; set images.max_per_prompt={count}, or leave the "
+        "row out"
+    )
+
+
 def images_problem(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
     """Return a sentence for a row with images in a run that sees none; None without images."""
     for name, value in row.items():
         values = image_values(value)
         if values and (name in IMAGE_COLUMNS or is_image(values[0])):
             return of_unread_column(name)
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list | tuple)]
-    if any(is_image_part(part) for content in contents for part in content):
+    if num_images(messages):
         return f"its messages hold images; set {SEES_IMAGES}, or leave the row out"
     return None
 

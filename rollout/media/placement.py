@@ -4,7 +4,7 @@
     <image> in texts                     one image each, in order; the text around it is kept
     neither                              all images before the text of the first user turn
 
-The images are parts with digests (`rollout/media/row_images.py`), and so are those of parts with values.
+The images are parts with digests (`trainer/data/row_images.py`), and so are those of parts with values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Message
 
 MARKER = "<image>"
-"""Text that stands for an image. In a row without images it stays text, and in a turn of the assistant."""
+"""Text that stands for an image. In a row without images it stays text."""
+MARKED_ROLES = ("system", "developer", "user", "tool")
+"""Roles of turns in which it does; what the model says is left alone."""
 
 Part = Mapping[str, Any]
 
@@ -42,7 +44,7 @@ def placed(messages: Sequence[Message], images: Sequence[Part]) -> tuple[Message
         return tuple(_filled(message, following) if _parts(message) else message for message in messages)
     if num_shown := sum(part.get("type") == "image" for part in parts if isinstance(part, Mapping)):
         raise DataError(
-            f"the messages have {num_shown} images, and column images has {len(images)}, for which they have no place; "
+            f"images in the messages: {num_shown}, in column images: {len(images)}, for which there is no place; "
             'leave the values out of the parts ({"type": "image"}), or leave the column out: set '
             "'data.columns={images: null}'"
         )
@@ -52,7 +54,7 @@ def placed(messages: Sequence[Message], images: Sequence[Part]) -> tuple[Message
         return tuple(_split(message, following) if any(_read_texts(message)) else message for message in messages)
     first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise DataError(f"column images has {len(images)} images, and the prompt has no user turn that could show them")
+        raise DataError("the prompt has no user turn that could show the images of column images")
     turn = {**messages[first], "content": [*images, *_as_parts(messages[first])]}
     return (*messages[:first], turn, *messages[first + 1 :])
 
@@ -60,9 +62,9 @@ def placed(messages: Sequence[Message], images: Sequence[Part]) -> tuple[Message
 def _require(num_places: int, num_images: int, places: str) -> None:
     if num_places != num_images:
         raise DataError(
-            f"the prompt has {num_places} places for images ({places}), and the row has {num_images} images in column "
-            "images; expected one place for each image: change one of them, or take all places out, for images before "
-            "the text of the first user turn"
+            f"places for images in the prompt: {num_places} ({places}), images in column images: {num_images}; "
+            "expected one place for each image: change one of them, or take all places out, for images before the text "
+            "of the first user turn"
         )
 
 
@@ -78,7 +80,7 @@ def _as_parts(message: Message) -> Sequence[Any]:
 
 def _read_texts(message: Message) -> Iterator[str]:
     """Yield the texts of a message in which places may be marked."""
-    if message["role"] != "assistant":
+    if message["role"] in MARKED_ROLES:
         yield from (part["text"] for part in _as_parts(message) if _is_text(part))
 
 

@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     pictures: Any = sys.modules.get("PIL.Image")  # who has such a value has imported it
     if isinstance(value, bytes) or (pictures is not None and isinstance(value, pictures.Image)):
-        from lockstep.rollout.media.row_images import image_of_json  # other rows do not load it
+        from lockstep.trainer.data.row_images import image_of_json  # other rows do not load it
 
         return image_of_json(value)
     raise TypeError(f"found a value of type {type(value).__name__}, which JSON does not have")

@@ -10,12 +10,14 @@ from typing import Any
 
 import datasets
 
-from lockstep.rollout.environments.prompt import IMAGE_COLUMNS
-from lockstep.rollout.media.row_images import RowImages
+from lockstep.rollout.environments.prompt import IMAGE_COLUMNS, num_images, too_many_images
+from lockstep.rollout.errors import DataError
+from lockstep.rollout.media.placement import placed
 from lockstep.rollout.media.store import ImageStore
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.data.datasets import is_file, is_made
-from lockstep.trainer.data.reader import Rows
+from lockstep.trainer.data.reader import Row, Rows
+from lockstep.trainer.data.row_images import RowImages
 
 
 def images_of(settings: DataSetConfig, store: ImageStore | None) -> RowImages:
@@ -38,6 +40,18 @@ def columns_with_images(rows: Rows, settings: DataSetConfig) -> set[str]:
     names = {*IMAGE_COLUMNS, *_sources(settings)}
     fields = [] if isinstance(rows.items, list) else rows.items.features.arrow_schema
     return names | {field.name for field in fields if "struct<" in str(field.type) and "role: " in str(field.type)}
+
+
+def conversation(row: Row, *, images: RowImages, most: int | None) -> list[Any]:
+    """Return column `messages` of a demonstration with the images of the row at their places.
+
+    most: images of a conversation; None: any number. Raises `DataError`.
+    """
+    row = images.read(row)
+    messages = placed(row["messages"], row["images"])
+    if most is not None and (count := num_images(messages)) > most:
+        raise DataError(too_many_images(count, most))
+    return list(messages)
 
 
 def image_columns(settings: DataSetConfig) -> dict[str, str | None]:

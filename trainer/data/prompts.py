@@ -33,9 +33,9 @@ from lockstep.trainer.data.reader import Rows, every, silent
 from lockstep.trainer.data.row_check import RowCheck
 
 if TYPE_CHECKING:
-    from lockstep.rollout.media.row_images import RowImages
     from lockstep.rollout.media.store import ImageStore
     from lockstep.trainer.data.curriculum import Curriculum
+    from lockstep.trainer.data.row_images import RowImages
 
 Row = Mapping[str, Any]
 

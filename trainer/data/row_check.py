@@ -13,7 +13,7 @@ from lockstep.rewards.functions import FUNCTIONS, GYM_COLUMN, ISOLATED
 from lockstep.rollout.chat.messages import normalize_messages
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import environment_of
-from lockstep.rollout.environments.prompt import images_problem, is_empty, is_image_part
+from lockstep.rollout.environments.prompt import images_problem, is_empty, num_images, too_many_images
 from lockstep.rollout.episode.environment import messages_of_row
 from lockstep.rollout.errors import DataError, TemplateError
 from lockstep.rollout.records import Message, Rollout
@@ -66,14 +66,8 @@ class RowCheck:
     def _images_problem(self, row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
         if not self._max_images:
             return images_problem(row, messages)
-        contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-        count = max(len(row["images"]), sum(is_image_part(part) for content in contents for part in content))
-        if count <= self._max_images:
-            return None
-        return (
-            f"the prompt has {count} images, images.max_per_prompt={self._max_images}; set "
-            f"images.max_per_prompt={count}, or leave the row out"
-        )
+        count = max(len(row["images"]), num_images(messages))
+        return too_many_images(count, self._max_images) if count > self._max_images else None
 
 
 def _column(reward: str, settings: Mapping[str, Any]) -> str | None:

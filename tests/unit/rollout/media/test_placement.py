@@ -89,13 +89,17 @@ def test_system_prompt_and_template_are_kept() -> None:
 @pytest.mark.parametrize(
     ("images", "row", "words"),
     [
-        ([A], {"prompt": "<image><image>"}, r"2 places for images \(<image> in its text\), and the row has 1 images"),
-        ([A, B], {"prompt": "<image>"}, r"1 places for images \(<image> in its text\), and the row has 2 images"),
-        ([], {"messages": [user([PLACE])]}, r"1 places for images \(parts .* without a value\), and the row has 0"),
-        ([A, B], {"messages": [user([PLACE, text("<image>")])]}, "1 places for images .parts .*, and the row has 2"),
-        ([B], {"messages": [user([A])]}, "the messages have 1 images, and column images has 1, for which they have no"),
-        ([B, A], {"messages": [user([A, B])]}, "the messages have 2 images, and column images has 2"),
-        ([A], {"messages": [{"role": "system", "content": "s"}]}, "has no user turn that could show them"),
+        ([A], {"prompt": "<image><image>"}, r"in the prompt: 2 \(<image> in its text\), images in column images: 1;"),
+        ([A, B], {"prompt": "<image>"}, r"in the prompt: 1 \(<image> in its text\), images in column images: 2;"),
+        (
+            [],
+            {"messages": [user([PLACE])]},
+            r"in the prompt: 1 \(parts .* without a value\), images in column",
+        ),
+        ([A, B], {"messages": [user([PLACE, text("<image>")])]}, r"prompt: 1 \(parts .*, images in column images: 2"),
+        ([B], {"messages": [user([A])]}, "images in the messages: 1, in column images: 1, for which there is no place"),
+        ([B, A], {"messages": [user([A, B])]}, "images in the messages: 2, in column images: 2, for which"),
+        ([A], {"messages": [{"role": "system", "content": "s"}]}, "has no user turn that could show the images"),
     ],
 )
 def test_numbers_that_do_not_agree_are_refused(images: list[Any], row: dict[str, Any], words: str) -> None:

@@ -271,8 +271,11 @@ def test_a_system_prompt_of_the_data_and_a_template_keep_the_images(folder: Path
             "the prompt has 3 images, images.max_per_prompt=2; set",
         ),
         ({"image": "pictures/0.png", "images": ["pictures/1.png"]}, "columns images and image both hold images"),
-        ({"image": "pictures/0.png", "prompt": "<image><image>"}, "2 places for images (<image> in its text), and"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "1 places for images"),
+        (
+            {"image": "pictures/0.png", "prompt": "<image><image>"},
+            "places for images in the prompt: 2 (<image> in",
+        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "places for images in the prompt: 1 (parts"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "none.png"}]}]},
             "column prompt, message 0, part 0: the image cannot be read: [Errno 2]",
