@@ -16,7 +16,7 @@ PROMPT_COLUMNS = ("messages", "prompt", "question")
 IMAGE_COLUMNS = ("images", "image")
 """Columns with the images of the prompt."""
 
-SEES_IMAGES = "images.max_per_prompt=<the most images of a row> with a model that sees images"
+SEES_IMAGES = "model.images.max_per_prompt=<the most images of a row> with a model that sees images"
 
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 """Roles of other formats, by ours. A template may write them, but no judge would see a question."""
@@ -113,7 +113,7 @@ def num_images(messages: Sequence[Message]) -> int:
 def too_many_images(count: int, most: int) -> str:
     """Return a sentence for a row with more images than `most`."""
     return (
-        f"the prompt has {count} images, images.max_per_prompt={most}; set images.max_per_prompt={count}, or leave the "
+        f"the prompt has {count} images, model.images.max_per_prompt={most}; set model.images.max_per_prompt={count}, or leave the "
         "row out"
     )
 

@@ -118,7 +118,7 @@ def test_conversations_without_images_are_those_of_a_chat_without(folder: Path, 
         ({"messages": [user("a"), ANSWER], "image": "cut.png"}, "column image, image 0: the image cannot be read"),
         (
             {"messages": [user("a"), ANSWER], "images": ["a.png"] * 3},
-            "the prompt has 3 images, images.max_per_prompt=2",
+            "the prompt has 3 images, model.images.max_per_prompt=2",
         ),
         (
             {"messages": [user("a"), {**ANSWER, "content": [PLACE]}], "image": "a.png"},
@@ -139,9 +139,9 @@ def test_a_conversation_that_cannot_be_trained_is_refused_with_its_place(
     [
         (
             {"messages": [user("a"), ANSWER], "images": ["a.png"]},
-            "column images holds images; set images.max_per_prompt=",
+            "column images holds images; set model.images.max_per_prompt=",
         ),
-        ({"messages": [user(PLACE), ANSWER]}, "its messages hold images; set images.max_per_prompt="),
+        ({"messages": [user(PLACE), ANSWER]}, "its messages hold images; set model.images.max_per_prompt="),
     ],
 )
 def test_images_are_refused_in_a_run_without(row: Any, words: str, folder: Path) -> None:

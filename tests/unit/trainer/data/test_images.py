@@ -178,7 +178,7 @@ def test_images_of_another_column(folder: Path) -> None:
     check_row(loaded(folder / "rows.parquet", {"image": "picture"}), PARTS[0], column="image")
     path = write_json(folder / "rows.jsonl", [{**ASKED, "meta": {"picture": "pictures/0.png"}}])
     check_row(loaded(path, {"images": "meta.picture"}), PARTS[0])
-    assert "column picture holds images; set images.max_per_prompt=<the most images of a row>" in refused(
+    assert "column picture holds images; set model.images.max_per_prompt=<the most images of a row>" in refused(
         folder / "rows.parquet"
     )
 
@@ -268,7 +268,7 @@ def test_a_system_prompt_of_the_data_and_a_template_keep_the_images(folder: Path
         ({"images": [PARTS[0]]}, "column images, image 0: found an image of another run, by its digest"),
         (
             {"images": ["pictures/0.png"] * 3},
-            "the prompt has 3 images, images.max_per_prompt=2; set",
+            "the prompt has 3 images, model.images.max_per_prompt=2; set",
         ),
         ({"image": "pictures/0.png", "images": ["pictures/1.png"]}, "columns images and image both hold images"),
         (
@@ -282,7 +282,7 @@ def test_a_system_prompt_of_the_data_and_a_template_keep_the_images(folder: Path
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": URLS[0]}] * 3}]},
-            "the prompt has 3 images, images.max_per_prompt=2",
+            "the prompt has 3 images, model.images.max_per_prompt=2",
         ),
         (
             {"picture": {"bytes": None, "path": "pictures/0.png"}},
@@ -344,7 +344,10 @@ def test_a_file_that_ends_early_is_found_when_its_row_is_used(folder: Path) -> N
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"images": ["pictures/0.png"]}, "column images holds images; set images.max_per_prompt=<the most images of a"),
+        (
+            {"images": ["pictures/0.png"]},
+            "column images holds images; set model.images.max_per_prompt=<the most images of a",
+        ),
         ({"image": "pictures/0.png"}, "or leave it out: set 'data.columns={image: null}'"),
         ({"photo": {"bytes": None, "path": "a.png"}}, "'data.columns={images: photo}', or leave it out: set 'data.col"),
         (
@@ -369,7 +372,9 @@ def test_images_are_refused_in_a_run_without(folder: Path, row: Any, words: str)
 def test_columns_of_images_are_refused_in_a_run_without(folder: Path) -> None:
     image_table(folder).to_parquet(folder / "rows.parquet")
     settings = DataSetConfig(path=str(folder / "rows.parquet"), split="train")
-    with pytest.raises(DataError, match=r"column image holds images; set images.max_per_prompt=<the most images of a"):
+    with pytest.raises(
+        DataError, match=r"column image holds images; set model.images.max_per_prompt=<the most images of a"
+    ):
         load_data_set(settings)
     settings.columns = {"image": None}
     with pytest.raises(DataError, match=r"column images holds images; .* set 'data.columns=\{images: null\}'"):
