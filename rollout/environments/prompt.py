@@ -113,8 +113,8 @@ def num_images(messages: Sequence[Message]) -> int:
 def too_many_images(count: int, most: int) -> str:
     """Return a sentence for a row with more images than `most`."""
     return (
-        f"the prompt has {count} images, model.images.max_per_prompt={most}; set model.images.max_per_prompt={count}, or leave the "
-        "row out"
+        f"the prompt has {count} images, model.images.max_per_prompt={most}; set "
+        f"model.images.max_per_prompt={count}, or leave the row out"
     )
 
 

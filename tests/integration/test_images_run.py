@@ -31,14 +31,14 @@ class LooksAgain:
 
     async def reset(self, row):
         self.turns = 0
-        self.colour = (row["number"] * 20, 0, 200)
+        self.color = (row["number"] * 20, 0, 200)
         return PromptReader().messages(row)
 
     async def step(self, message):
         self.turns += 1
         if self.turns == 2:
             return Step(done=True)
-        crop = {"type": "image", "image": Image.new("RGB", (56, 56), self.colour)}
+        crop = {"type": "image", "image": Image.new("RGB", (56, 56), self.color)}
         return Step(messages=({"role": "user", "content": [crop, {"type": "text", "text": "and now?"}]},))
 """
 REWARD = """

@@ -103,8 +103,10 @@ class TowerShape:
         MLP. A frozen tower keeps one layer; a trained one all, under checkpointing the inputs of all and one layer.
         """
         layer = 8 * self.hidden + 3 * self.intermediate
-        kept = layer + self.hidden * self.layers if is_checkpointed else layer * self.layers
-        return int(compute * tokens * self.patches * (kept if self.is_trained else layer))
+        width = layer
+        if self.is_trained:
+            width = layer + self.hidden * self.layers if is_checkpointed else layer * self.layers
+        return int(compute * tokens * self.patches * width)
 
 
 def freeze_tower(model: PreTrainedModel) -> None:
