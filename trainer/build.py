@@ -96,11 +96,11 @@ def make_chat(model: ModelConfig, *, history: str, media: Path | None = None) ->
         ) from error
 
 
-def images_of_data(config: Config, chat: Chat) -> dict[str, Any]:
+def images_of_data(model: ModelConfig, chat: Chat) -> dict[str, Any]:
     """Return the arguments of `training_data` and `heldout_data` for a run that sees images; none for another."""
     if chat.images is None:
         return {}
-    return {"store": chat.images.store, "max_images": config.model.images.max_per_prompt}
+    return {"store": chat.images.store, "max_images": model.images.max_per_prompt}
 
 
 def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:

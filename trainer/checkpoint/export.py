@@ -14,7 +14,8 @@ from lockstep.rollout.models.stored_model import language_model
 from lockstep.trainer.checkpoint.checkpoint import MANIFEST
 from lockstep.trainer.checkpoint.stored import UNREADABLE
 from lockstep.trainer.config.groups.model_settings import ModelConfig
-from lockstep.trainer.distributed.unsharded_state import PARAMETERS, open_state
+from lockstep.trainer.distributed.sharding import PARAMETERS
+from lockstep.trainer.distributed.unsharded_state import open_state
 
 
 def export_model(checkpoint: Path, settings: ModelConfig, directory: Path, *, has_critic: bool) -> None:

@@ -235,7 +235,7 @@ class _Process:
             )
         sampled_with, metrics = comparable_settings(config), {}
         chat = self._chat()
-        images = images_of_data(config, chat)
+        images = images_of_data(config.model, chat)
         data = heldout_data(config.heldout_sets(), config.environment, config.reward, **images, say=console.say)
         console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
         with open_engine(config, chat.images) as engine:
@@ -260,7 +260,7 @@ class _Process:
     def evaluate(self, tasks: Tasks | None) -> Evaluation:
         config, console = self.config, self.console
         chat = self._chat()
-        images = images_of_data(config, chat)
+        images = images_of_data(config.model, chat)
         data = heldout_data(config.heldout_sets(), config.environment, config.reward, **images, say=console.say)
         path = config.model.path
         console.say(f"starting the engine with {path} ...")

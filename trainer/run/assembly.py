@@ -207,7 +207,7 @@ class Assembly:
         config, distributed = self._config, self._distributed
         if not (config.evaluates and config.has_rollouts):
             return {}
-        sets, images = config.heldout_sets(), images_of_data(config, chat)
+        sets, images = config.heldout_sets(), images_of_data(config.model, chat)
         load = partial(heldout_data, sets, config.environment, config.reward, **images, say=self._console.say)
         return distributed.together(lambda: load() if distributed.is_main else {})
 
@@ -498,7 +498,7 @@ def make_prompts(
 ) -> Prompts:
     """Load and filter the prompts of a run; a collective. Raises `DataError` on all ranks."""
     settings = config.data
-    images = images_of_data(config, chat)
+    images = images_of_data(config.model, chat)
     data = distributed.together(lambda: training_data(settings, config.environment, config.reward, **images, say=say))
     if settings.max_prompt_tokens is not None:
         from lockstep.trainer.data.prompt_filter import without_long  # other runs do not load it

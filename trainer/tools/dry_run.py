@@ -117,7 +117,7 @@ def dry_run(config: Config) -> None:
                     config.heldout_sets(),
                     config.environment,
                     config.reward,
-                    **images_of_data(config, chat),
+                    **images_of_data(config.model, chat),
                     say=run_console.say,
                 )
             )

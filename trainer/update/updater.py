@@ -24,14 +24,13 @@ from lockstep.trainer.objective.own.lookup import policy_loss_named
 from lockstep.trainer.objective.per_rollout import rollout_count
 from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.score.whole_step import ConfiguredLoss
-from lockstep.trainer.update.batch_dumps import Attempt
 from lockstep.trainer.update.components.component import GivenRows, RolloutStep, TokenSet
 from lockstep.trainer.update.components.table import rollout_terms
 from lockstep.trainer.update.entropy_control import EntropyControl
 from lockstep.trainer.update.optimizer_step import OptimizerStep, Stepped
 from lockstep.trainer.update.routers import Routers
 from lockstep.trainer.update.schedule import learning_rate
-from lockstep.trainer.update.update_guard import UpdateGuard
+from lockstep.trainer.update.update_guard import Attempt, UpdateGuard
 
 if TYPE_CHECKING:
     from lockstep.trainer.batch.packed_images import ImageSource
