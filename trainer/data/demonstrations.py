@@ -144,11 +144,11 @@ def _conversations(
     clean = without_nulls if rows.is_columnar else lambda row: row
     place_images = None
     if chat.images is not None:
-        from lockstep.trainer.data import image_columns  # runs without images do not load it
+        from lockstep.trainer.data import row_images  # runs without images do not load it
 
-        rows = image_columns.undecoded(rows)
+        rows = row_images.undecoded(rows)
         place_images = partial(
-            image_columns.conversation, images=image_columns.images_of(settings, chat.images.store), most=max_images
+            row_images.conversation, images=row_images.images_of(settings, chat.images.store), most=max_images
         )
 
     def training_rows(read: Callable[[], Row]) -> list[TrainingRow]:

@@ -63,10 +63,10 @@ class DataSet:
         self._images: RowImages | None = None
         rows, with_images = Rows.of(rows), set[str]()
         if store is not None:
-            from lockstep.trainer.data import image_columns  # runs without images do not load it
+            from lockstep.trainer.data import row_images  # runs without images do not load it
 
-            self._images = image_columns.images_of(settings, store)
-            rows, with_images = image_columns.undecoded(rows), image_columns.columns_with_images(rows, settings)
+            self._images = row_images.images_of(settings, store)
+            rows, with_images = row_images.undecoded(rows), row_images.columns_with_images(rows, settings)
         self._rows = rows.for_rewards(left_out=left_out, of=settings.path, with_images=with_images)
         self.path = settings.path
         self.name = name
@@ -106,7 +106,7 @@ class DataSet:
         columns = {name: path for name, path in (self._settings.columns or {}).items() if name in names and path}
         read = {part for path in columns.values() for part in (path, path.partition(".")[0])} or names
         if self._images:
-            from lockstep.trainer.data.image_columns import image_columns
+            from lockstep.trainer.data.row_images import image_columns
 
             own = image_columns(self._settings)
             columns = {**columns, **own}

@@ -7,18 +7,32 @@ messages         parts {"type": "image", "image": ...} and {"type": "image_url",
 from __future__ import annotations
 
 import base64
+import copy
 import io
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 from PIL import Image
 
-from lockstep.rollout.environments.prompt import IMAGE_COLUMNS, image_values, is_image, is_image_part
+from lockstep.rollout.environments.prompt import (
+    IMAGE_COLUMNS,
+    image_values,
+    is_image,
+    is_image_part,
+    num_images,
+    too_many_images,
+)
 from lockstep.rollout.errors import ConfigError, DataError, TemplateError
 from lockstep.rollout.media.image_files import check_image, read_image
+from lockstep.rollout.media.placement import placed
 from lockstep.rollout.media.store import ImageStore
 from lockstep.rollout.safe_text import error_text
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.data.datasets import is_file, is_made
+from lockstep.trainer.data.reader import Row, Rows
 
 Digest = Callable[[Mapping[str, Any], str], str]
 """Function of a part with a value, and of its place in the row."""
@@ -155,3 +169,66 @@ def _value_of(part: Mapping[str, Any]) -> Any:
             return value.get("url")
         return None if all(item is None for item in value.values()) else value  # null, in a columnar file
     return value
+
+
+def images_of(settings: DataSetConfig, store: ImageStore | None) -> RowImages:
+    """Return the reader of the images of a data set. store: None if rows are only checked."""
+    return RowImages(store, folder=_folder(settings.path), sources=_sources(settings))
+
+
+def undecoded(rows: Rows) -> Rows:
+    """Return the rows with images as the bytes or paths of their table, instead of PIL images."""
+    if isinstance(rows.items, list):
+        return rows
+    table = copy.deepcopy(rows.items)
+    for feature in _image_features(table.info.features):  # `table.features` is a copy
+        feature.decode = False
+    return replace(rows, items=table)
+
+
+def columns_with_images(rows: Rows, settings: DataSetConfig) -> set[str]:
+    """Return the columns of a table whose bytes are read as images: those of images, and lists of messages."""
+    names = {*IMAGE_COLUMNS, *_sources(settings)}
+    fields = [] if isinstance(rows.items, list) else rows.items.features.arrow_schema
+    return names | {field.name for field in fields if "struct<" in str(field.type) and "role: " in str(field.type)}
+
+
+def conversation(row: Row, *, images: RowImages, most: int | None) -> list[Any]:
+    """Return column `messages` of a demonstration with the images of the row at their places.
+
+    most: images of a conversation; None: any number. Raises `DataError`.
+    """
+    row = images.read(row)
+    messages = placed(row["messages"], row["images"])
+    if most is not None and (count := num_images(messages)) > most:
+        raise DataError(too_many_images(count, most))
+    return list(messages)
+
+
+def image_columns(settings: DataSetConfig) -> dict[str, str | None]:
+    """Return the part of `data.columns` that is about images."""
+    return {name: column for name, column in (settings.columns or {}).items() if name in IMAGE_COLUMNS}
+
+
+def _sources(settings: DataSetConfig) -> set[str]:
+    return {column for column in image_columns(settings).values() if column is not None}
+
+
+def _folder(path: str) -> Path | None:
+    """Return the folder of relative paths: that of the file, or of the program; None for data of the hub."""
+    place = Path(path).expanduser().absolute()
+    if is_file(path):
+        return place.parent
+    return Path.cwd() if is_made(path) else place if place.is_dir() else None
+
+
+def _image_features(feature: Any) -> Iterator[datasets.Image]:
+    if isinstance(feature, datasets.Image):
+        yield feature
+    elif isinstance(feature, Mapping):
+        for inner in feature.values():
+            yield from _image_features(inner)
+    elif isinstance(feature, list):
+        yield from _image_features(feature[0])
+    elif isinstance(feature, datasets.List | datasets.LargeList):
+        yield from _image_features(feature.feature)
