@@ -5,6 +5,11 @@
     {"type": "image", "digest": ...}                                             one that is in the store already
 
 Nothing is downloaded: a prompt must not depend on what another machine answers today.
+
+How an image becomes RGB: transparent pixels show white behind them, as in vLLM's server and in Qwen's own utilities;
+transformers drops transparency, which shows hidden colors. Of 16-bit gray values the high byte counts, as
+PIL reads 16-bit colors; its own conversion makes all from 255 on white. Values of 32 bits have no known range and are
+refused.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lockstep.rollout.errors import TemplateError
 from lockstep.rollout.safe_text import error_text
@@ -43,8 +49,8 @@ def image_digest(image: Image.Image) -> str:
 def read_image(part: Mapping[str, Any], place: str) -> Image.Image:
     """Return the image of a part as RGB, turned as its EXIF orientation says; of an animation the first frame.
 
-    Transparency is dropped. Raises `TemplateError`, which begins with `place`, for an image that cannot be read, is
-    too large, or has a remote address.
+    Raises `TemplateError`, which begins with `place`, for an image that cannot be read, is too large, has values of 32
+    bits, or has a remote address.
     """
     value = part.get(str(part.get("type")))
     if isinstance(value, Mapping) and part.get("type") == "image_url":
@@ -58,7 +64,7 @@ def read_image(part: Mapping[str, Any], place: str) -> Image.Image:
             return _decoded(bytes(value))
         if isinstance(value, str | Path):
             return _decoded(_bytes_at(value))
-    except (OSError, ValueError, SyntaxError, MemoryError, OverflowError, Image.DecompressionBombError) as error:
+    except Exception as error:  # of many kinds, for damaged files
         raise TemplateError(f"{place}: the image cannot be read: {error_text(error)}") from error
     raise TemplateError(
         f"{place}: the image is of type {type(value).__name__}; expected a path, bytes, a PIL image, or a data URL"
@@ -88,13 +94,26 @@ def _bytes_at(address: str | Path) -> bytes:
 def _decoded(data: bytes) -> Image.Image:
     if len(data) > MAX_IMAGE_BYTES:
         raise ValueError(f"its file is larger than {MAX_IMAGE_BYTES} bytes")
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        return _as_rgb(image)
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return _as_rgb(image)
+    except UnidentifiedImageError as error:  # whose text names an object in memory
+        raise ValueError(f"cannot identify image file; expected {', '.join(FORMATS)}") from error
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     """Return a copy. Only the header of a file has been read so far, so a size beyond the limit costs nothing."""
     if not 0 < image.width * image.height <= MAX_PIXELS:
         raise ValueError(f"it has {image.width} x {image.height} pixels, expected 1 to {MAX_PIXELS}")
-    rgb = ImageOps.exif_transpose(image).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its values have 32 bits (mode {image.mode}), and their range is not known; save it with 8 or 16 bits"
+        )
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.has_transparency_data:
+        colors = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", colors.size, "white"), colors)
+    rgb = image.convert("RGB")
     return Image.frombytes("RGB", rgb.size, rgb.tobytes())  # without metadata and a link to the file
