@@ -18,6 +18,7 @@ from lockstep.rollout.engine import adapters
 from lockstep.rollout.engine.repairs import (
     cpu_convolutions,
     cpu_delta_net,
+    cpu_image_attention,
     cpu_logprobs,
     cpu_lora,
     cpu_products,
@@ -82,6 +83,7 @@ def register() -> None:
     if current_platform.is_cpu():
         cpu_logprobs.install()
         cpu_delta_net.install()
+        cpu_image_attention.install()
         cpu_products.install()
         cpu_lora.install()
         cpu_convolutions.install()
