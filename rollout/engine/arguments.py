@@ -86,7 +86,7 @@ def engine_arguments(settings: EngineSettings, *, is_cpu: bool) -> dict[str, Any
                 "vLLM the tokens of such an image do not attend to all of it, in the trainer they do; set model.path "
                 "to another model"
             )
-        if is_cpu:  # the repair of its attention (`repairs/cpu_image_attention.py`) needs whole prompts
+        if is_cpu:  # the repair of its attention (`cpu_image_attention.py`) needs whole prompts
             arguments["enable_prefix_caching"] = False
     is_multimodal = hasattr(config, "vision_config") or text.model_type.startswith("qwen3_5")
     if is_multimodal and find_spec("torchvision") is None:

@@ -14,11 +14,10 @@ import multiprocessing
 import os
 import sys
 
-from lockstep.rollout.engine import adapters
+from lockstep.rollout.engine import adapters, cpu_image_attention
 from lockstep.rollout.engine.repairs import (
     cpu_convolutions,
     cpu_delta_net,
-    cpu_image_attention,
     cpu_logprobs,
     cpu_lora,
     cpu_products,

@@ -75,7 +75,7 @@ class ImageRow:
     """The row of a canary with an image."""
 
     ids: PromptIds
-    """Ids and images (`rollout/media/canary_prompt.py`)."""
+    """Ids and images (`rollout/weights/canary_prompt.py`)."""
     score: Callable[[PromptIds], list[float]]
     """The trainer's scores of the ids behind the first that are no tokens of images, called as `ScoreCanary`."""
 

@@ -101,5 +101,5 @@ def test_images_of_gemma_3_attend_to_all_of_themselves(tmp_path: Path, monkeypat
     assert "enable_prefix_caching" not in found(max_images=0)
     assert "enable_prefix_caching" not in found(is_cpu=False)
     assert "limit_mm_per_prompt" in found(window=100, max_images=0)
-    with pytest.raises(ConfigError, match="images of 256 tokens and a window of 100: .*do not attend to all of it"):
+    with pytest.raises(ConfigError, match=r"images of 256 tokens and a window of 100: .*do not attend to all of it"):
         found(window=100)
