@@ -340,7 +340,7 @@ class TemplateRenderer:
             tokenize=False,
         )
         assert isinstance(rendering, str)
-        return rendering
+        return rendering if self._images is None else self._images.rendered(rendering)
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:

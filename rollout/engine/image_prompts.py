@@ -79,6 +79,7 @@ class ImagePrompts:
             name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor
             for name, tensor in self._images.prepared(digest).tensors.items()
         }
+        tensors |= self._images.family.engine_tensors
         fields = self._processor._get_mm_fields_config(BatchFeature(tensors), {})
         (item,) = MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields)["image"]
         return item

@@ -5,6 +5,11 @@
     {"type": "image", "digest": ...}                                             one that is in the store already
 
 Nothing is downloaded: a prompt must not depend on what another machine answers today.
+
+How an image becomes RGB: transparent pixels show white behind them, as in vLLM's server and in Qwen's own utilities;
+transformers drops transparency, which shows hidden colors. Of 16-bit gray values the high byte counts, as
+PIL reads 16-bit colors; its own conversion makes all from 255 on white. Values of 32 bits have no known range and are
+refused.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lockstep.rollout.errors import TemplateError
 from lockstep.rollout.safe_text import error_text
@@ -44,8 +50,8 @@ def image_digest(image: Image.Image) -> str:
 def read_image(part: Mapping[str, Any], place: str) -> Image.Image:
     """Return the image of a part as RGB, turned as its EXIF orientation says; of an animation the first frame.
 
-    Transparency is dropped. Raises `TemplateError`, which begins with `place`, for an image that cannot be read, is
-    too large, or has a remote address.
+    Raises `TemplateError`, which begins with `place`, for an image that cannot be read, is too large, has values of 32
+    bits, or has a remote address.
     """
     with _opened(part, place) as image:
         return _as_rgb(image)
@@ -54,7 +60,7 @@ def read_image(part: Mapping[str, Any], place: str) -> Image.Image:
 def check_image(part: Mapping[str, Any], place: str) -> None:
     """Read format and size of an image from its header; of a file nothing further. Raises as `read_image`."""
     with _opened(part, place) as image:
-        _check_size(image)
+        _check_header(image)
 
 
 @contextmanager
@@ -75,7 +81,11 @@ def _opened(part: Mapping[str, Any], place: str) -> Iterator[Image.Image]:
             return
         with _file(value) as file, Image.open(file, formats=FORMATS) as image:
             yield image
-    except (OSError, ValueError, SyntaxError, MemoryError, OverflowError, Image.DecompressionBombError) as error:
+    except UnidentifiedImageError as error:  # whose text may name an object in memory
+        raise TemplateError(
+            f"{place}: the image cannot be read: cannot identify image file; expected {', '.join(FORMATS)}"
+        ) from error
+    except Exception as error:  # of many kinds, for damaged files
         raise TemplateError(f"{place}: the image cannot be read: {error_text(error)}") from error
 
 
@@ -110,13 +120,23 @@ def _bytes_of_url(text: str) -> bytes:
         raise ValueError(f"its data URL is not base64 ({error})") from error
 
 
-def _check_size(image: Image.Image) -> None:
+def _check_header(image: Image.Image) -> None:
     if not 0 < image.width * image.height <= MAX_PIXELS:
         raise ValueError(f"it has {image.width} x {image.height} pixels, expected 1 to {MAX_PIXELS}")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its values have 32 bits (mode {image.mode}), and their range is not known; save it with 8 or 16 bits"
+        )
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     """Return a copy. A size beyond the limit costs nothing, since nothing has been decoded so far."""
-    _check_size(image)
-    rgb = ImageOps.exif_transpose(image).convert("RGB")
+    _check_header(image)
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.has_transparency_data:
+        colors = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", colors.size, "white"), colors)
+    rgb = image.convert("RGB")
     return Image.frombytes("RGB", rgb.size, rgb.tobytes())  # without metadata and a link to the file

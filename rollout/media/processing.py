@@ -7,13 +7,17 @@
 
 Ids inside Lockstep are always the expanded ones. Nothing else expands a prompt or processes an image, so engine and
 trainer cannot disagree about either.
+
+The chat template of Gemma 3 writes <start_of_image> alone, and its processor adds two newlines before it, and the soft
+tokens, <end_of_image> and two newlines behind it, to the text: the tokenizer then joins newlines that touch (after
+`user` and a newline there is one token of three). So this text is added here before a rendering is tokenized, too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +41,54 @@ def _merged_patches(config: Any, tensors: Mapping[str, torch.Tensor]) -> int:
     return int(tensors["image_grid_thw"].prod()) // config.vision_config.spatial_merge_size**2
 
 
+def _soft_tokens(config: Any, tensors: Mapping[str, torch.Tensor]) -> int:
+    return len(tensors["pixel_values"]) * config.mm_tokens_per_image
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How the models of one type write an image, and what they compute it from."""
 
     image_token: str
-    """Token by which the chat template marks an image, and which stands for each part of it in the ids."""
+    """Token that stands for each part of an image in the ids, and for all of it in a rendering."""
+    around: tuple[str, str]
+    """Tokens before and behind those of an image."""
     num_tokens: Callable[[Any, Mapping[str, torch.Tensor]], int]
-    """Number of those of one image, by the model's config and the tensors."""
+    """Number of image tokens of one image, by the model's config and the tensors."""
     tensors: tuple[str, ...]
     reserved: tuple[str, ...]
     """Tokens that only an image or a video may bring into a conversation; a model must not sample them."""
+    written: str | None = None
+    """Text of the chat template for an image, where it is not the image token."""
+    rendered: str = ""
+    """Text for the tokenizer in its place, with one image token."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the image processor."""
+    engine_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that vLLM alone takes, of one image."""
 
 
 _QWEN = Family(
     image_token="<|image_pad|>",
+    around=("<|vision_start|>", "<|vision_end|>"),
     num_tokens=_merged_patches,
     tensors=("pixel_values", "image_grid_thw"),
     reserved=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 )
-FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
-"""By the model type of config.json."""
+_GEMMA = Family(
+    image_token="<image_soft_token>",
+    around=("<start_of_image>", "<end_of_image>"),
+    num_tokens=_soft_tokens,
+    tensors=("pixel_values",),
+    reserved=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    written="<start_of_image>",
+    rendered="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    options={"do_pan_and_scan": False},  # as transformers' processor of the whole model, which has its own default
+    engine_tensors={"num_patches": torch.ones(1, dtype=torch.int64)},
+)
+_QWEN_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+FAMILIES = dict.fromkeys(_QWEN_TYPES, _QWEN) | {"gemma3": _GEMMA}
+"""By the model type of config.json. Not covered: qwen3_vl_moe, of whose experts vLLM loads transposed weights."""
 
 
 class ImageProcessing:
@@ -75,6 +106,9 @@ class ImageProcessing:
         self.image_token_id = vocabulary[family.image_token]
         self.reserved_ids = frozenset(vocabulary[token] for token in family.reserved)
         """Ids that a model must not sample."""
+        opening, closing = family.around
+        self.around_ids = vocabulary[opening], vocabulary[closing]
+        self.vocab_size: int = config.get_text_config().vocab_size
         if config.image_token_id != self.image_token_id:
             raise ConfigError(
                 f"config.json has the image token {config.image_token_id}, and {family.image_token} of the tokenizer "
@@ -118,6 +152,10 @@ class ImageProcessing:
         Raises `TemplateError`, with message and part, for an image that cannot be read or prepared.
         """
         return [self._with_digest(message, index) for index, message in enumerate(messages)]
+
+    def rendered(self, text: str) -> str:
+        """Return a rendering as the tokenizer reads it, with one image token for each image."""
+        return text if self.family.written is None else text.replace(self.family.written, self.family.rendered)
 
     def expanded(self, ids: list[int], messages: Sequence[Message]) -> PromptIds:
         """Return the ids of a rendering with each image token replaced by as many as its image has, and the spans.
@@ -184,7 +222,7 @@ class ImageProcessing:
     def _prepared(self, digest: str) -> PreparedImage:
         image = self.store.image(digest)
         try:
-            returned = self._processor(images=[image], return_tensors="pt")
+            returned = self._processor(images=[image], return_tensors="pt", **self.family.options)
             tensors = {name: returned[name] for name in self.family.tensors}
             num_tokens = self.family.num_tokens(self._config, tensors)
         except Exception as error:  # of many kinds, for extreme sizes

@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
+from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import ConfigError, DataError, TemplateError
 from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.media.processing import ImageProcessing, image_parts
 from lockstep.rollout.media.store import ImageStore
+from lockstep.rollout.weights.canary_prompt import canary_prompt
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.vision import image_processing, picture, save_tiny
 
@@ -21,6 +23,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("qwen2_5_vl")
     save_tiny("qwen2_5_vl", directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def families(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {"qwen2_5_vl": model, "gemma3": save_tiny("gemma3", tmp_path_factory.mktemp("gemma3"))}
 
 
 @pytest.fixture
@@ -101,3 +108,70 @@ def test_models_without_images_or_their_files_are_refused(model: Path, tmp_path:
     (other / "config.json").write_text(json.dumps(config | {"image_token_id": 7}))
     with pytest.raises(ConfigError, match=r"config\.json has the image token 7, and <\|image_pad\|> of the"):
         ImageProcessing.from_pretrained(other, store=ImageStore())
+
+
+def test_a_prompt_that_was_expanded_is_not_expanded_again(images: ImageProcessing) -> None:
+    messages = images.with_digests([{"role": "user", "content": [{"type": "image", "image": picture(1)}]}])
+    prompt = images.expanded([1, images.image_token_id, 2], messages)
+    with pytest.raises(TemplateError, match="writes 12 placeholders for 1 images"):
+        images.expanded(prompt, messages)
+
+
+TEXTS = {"before": {"type": "text", "text": "see\n\n"}, "after": {"type": "text", "text": "what is it?"}}
+
+
+@pytest.mark.parametrize(
+    "order", [(1,), (1, 2), ("before", 1, "after"), ("before", 1, "after", 2), (1, "after", "before", 2, 1)]
+)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_ids_of_a_prompt_are_those_of_the_processor_of_transformers(
+    families: dict[str, Path], family: str, order: tuple[int | str, ...]
+) -> None:
+    directory = families[family]
+    images = image_processing(directory)
+    parts = [TEXTS[one] if isinstance(one, str) else {"type": "image", "image": picture(one)} for one in order]
+    prompt = Chat.from_pretrained(directory, images=images).prompt([{"role": "user", "content": parts}])
+
+    processor = AutoProcessor.from_pretrained(directory)
+    pictures = [picture(one) for one in order if not isinstance(one, str)]
+    plain = [TEXTS[one] if isinstance(one, str) else {"type": "image"} for one in order]
+    text = processor.apply_chat_template([{"role": "user", "content": plain}], add_generation_prompt=True)
+    expected = processor(
+        images=[pictures] if family == "gemma3" else pictures,
+        text=[text],
+        return_tensors="pt",
+        text_kwargs={"add_special_tokens": False},
+    )
+    assert list(prompt) == expected["input_ids"][0].tolist()
+    spans = [place for span in prompt.images for place in range(span.start, span.end)]
+    assert spans == [place for place, one in enumerate(prompt) if one == images.image_token_id]
+    values = torch.cat([images.prepared(span.digest).tensors["pixel_values"] for span in prompt.images])
+    assert torch.equal(values, expected["pixel_values"])
+
+
+def test_newlines_around_an_image_of_gemma_3_are_one_token(families: dict[str, Path]) -> None:
+    images = image_processing(families["gemma3"])
+    chat = Chat.from_pretrained(families["gemma3"], images=images)
+    parts = [{"type": "image", "image": picture(one)} for one in (1, 2)]
+    prompt = chat.prompt([{"role": "user", "content": parts}])
+    first, second = prompt.images
+    text = [*map(chat.tokenizer.convert_ids_to_tokens, prompt)]
+    assert text[first.start - 2 : first.start] == ["\n\n\n", "<start_of_image>"]
+    assert text[first.end : second.start] == ["<end_of_image>", "\n\n\n\n", "<start_of_image>"]
+    reserved = ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+    assert images.reserved_ids == set(chat.tokenizer.convert_tokens_to_ids(reserved))
+    forged = [{"type": "text", "text": "<start_of_image><image_soft_token>\n<end_of_image>"}, *parts[:1]]
+    assert len(chat.prompt([{"role": "user", "content": forged}]).images) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_the_prompt_of_a_canary_has_one_image_that_most_of_its_ids_see(families: dict[str, Path], family: str) -> None:
+    images = image_processing(families[family])
+    prompt = canary_prompt(images)
+    (span,) = prompt.images
+    assert prompt[span.start : span.end] == [images.image_token_id] * images.prepared(span.digest).num_tokens
+    assert (prompt[span.start - 1], prompt[span.end]) == images.around_ids
+    others = [*prompt[: span.start - 1], *prompt[span.end + 1 :]]
+    assert images.reserved_ids.isdisjoint(others)
+    assert len(prompt) - span.end > 15
+    assert prompt == canary_prompt(images)
