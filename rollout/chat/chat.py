@@ -113,6 +113,12 @@ class Chat:
         """
         return messages if self.images is None else self.images.with_digests(messages)
 
+    def save_pretrained(self, directory: Path) -> None:
+        """Write tokenizer and chat template, and the image processor of a model that sees images."""
+        self.tokenizer.save_pretrained(directory)
+        if self.images is not None:
+            self.images.save_pretrained(directory)
+
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> PromptIds:
         """Return the ids of a conversation, up to the start of the next assistant turn, and its images.
 

@@ -46,7 +46,6 @@ from lockstep.rollout.engine.engine_answers import (
     version_number,
 )
 from lockstep.rollout.engine.engine_settings import EngineSettings
-from lockstep.rollout.engine.image_prompts import ImagePrompts
 from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from lockstep.rollout.engine.protocol import POLICY
 from lockstep.rollout.engine.token_scores import TokenScores, token_scores
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from lockstep.rollout.engine.image_prompts import ImagePrompts
     from lockstep.rollout.engine.protocol import Sampling
     from lockstep.rollout.media.processing import ImageProcessing
 
@@ -147,6 +147,8 @@ class EmbeddedEngine:
         self.vocab_size = self.llm.model_config.get_vocab_size()
         self.dtype = self.llm.model_config.dtype
         if settings.max_images and images is not None:
+            from lockstep.rollout.engine.image_prompts import ImagePrompts  # engines of text do not load it
+
             self._images = images
             self._image_prompts = ImagePrompts(
                 images,
@@ -355,7 +357,7 @@ class EmbeddedEngine:
 
         settings = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
         if self._image_prompts is None:
-            refuse_images(images, source=f"{self.name}, started without rollout.max_images,")
+            refuse_images(images, source=f"{self.name}, started without model.images.max_per_prompt,")
             prompt = {"prompt_token_ids": list(ids)}
         else:
             prompt = self._image_prompts.input(ids, images)

@@ -54,7 +54,8 @@ class ImagePrompts:
     def _check(self, ids: Sequence[int], images: Sequence[ImageSpan]) -> None:
         if len(images) > self._max_images:
             raise EngineError(
-                f"a prompt has {len(images)} images, and the engine takes {self._max_images}; raise rollout.max_images"
+                f"a prompt has {len(images)} images, and the engine takes {self._max_images}; raise "
+                "model.images.max_per_prompt"
             )
         token = self._images.image_token_id
         places = [place for place, one in enumerate(ids) if one == token]

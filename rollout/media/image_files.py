@@ -13,9 +13,10 @@ import base64
 import binascii
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from PIL import Image, ImageOps
 
@@ -46,55 +47,76 @@ def read_image(part: Mapping[str, Any], place: str) -> Image.Image:
     Transparency is dropped. Raises `TemplateError`, which begins with `place`, for an image that cannot be read, is
     too large, or has a remote address.
     """
+    with _opened(part, place) as image:
+        return _as_rgb(image)
+
+
+def check_image(part: Mapping[str, Any], place: str) -> None:
+    """Read format and size of an image from its header; of a file nothing further. Raises as `read_image`."""
+    with _opened(part, place) as image:
+        _check_size(image)
+
+
+@contextmanager
+def _opened(part: Mapping[str, Any], place: str) -> Iterator[Image.Image]:
+    """Open the image of a part, and name the place in errors of the block. Only its header has been read so far."""
     value = part.get(str(part.get("type")))
     if isinstance(value, Mapping) and part.get("type") == "image_url":
         value = value.get("url")
     if isinstance(value, Mapping):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    if not isinstance(value, Image.Image | bytes | bytearray | memoryview | str | Path):
+        raise TemplateError(
+            f"{place}: the image is of type {type(value).__name__}; expected a path, bytes, a PIL image, or a data URL"
+        )
     try:
         if isinstance(value, Image.Image):
-            return _as_rgb(value)
-        if isinstance(value, bytes | bytearray | memoryview):
-            return _decoded(bytes(value))
-        if isinstance(value, str | Path):
-            return _decoded(_bytes_at(value))
+            yield value
+            return
+        with _file(value) as file, Image.open(file, formats=FORMATS) as image:
+            yield image
     except (OSError, ValueError, SyntaxError, MemoryError, OverflowError, Image.DecompressionBombError) as error:
         raise TemplateError(f"{place}: the image cannot be read: {error_text(error)}") from error
-    raise TemplateError(
-        f"{place}: the image is of type {type(value).__name__}; expected a path, bytes, a PIL image, or a data URL"
-    )
 
 
-def _bytes_at(address: str | Path) -> bytes:
-    """Return what a data URL holds, or the file of a path. Raises ValueError or OSError."""
-    text = str(address)
-    if text.startswith("data:"):
-        header, comma, data = text.partition(",")
-        if not comma or not header.endswith(";base64"):
-            raise ValueError("its data URL is not base64; expected data:image/png;base64,...")
-        if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
-            raise ValueError(f"its data URL has {len(data)} characters, more than {MAX_IMAGE_BYTES} bytes encode to")
-        try:
-            return base64.b64decode(data, validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"its data URL is not base64 ({error})") from error
-    scheme, separator, _ = text.partition("://")
-    if separator and isinstance(address, str):
-        raise ValueError(f"{scheme}:// addresses are not fetched; give a local path, bytes, or a data URL")
-    with Path(text).open("rb") as file:
-        return file.read(MAX_IMAGE_BYTES + 1)
-
-
-def _decoded(data: bytes) -> Image.Image:
-    if len(data) > MAX_IMAGE_BYTES:
+def _file(value: bytes | bytearray | memoryview | str | Path) -> BinaryIO:
+    """Return the file of a path, or of bytes or a data URL. Raises ValueError or OSError."""
+    if isinstance(value, str) and value.startswith("data:"):
+        value = _bytes_of_url(value)
+    if isinstance(value, str | Path):
+        scheme, separator, _ = str(value).partition("://")
+        if separator and isinstance(value, str):
+            raise ValueError(f"{scheme}:// addresses are not fetched; give a local path, bytes, or a data URL")
+        file: BinaryIO = Path(value).open("rb")  # noqa: SIM115  # the caller closes it
+    else:
+        file = io.BytesIO(value)
+    if file.seek(0, io.SEEK_END) > MAX_IMAGE_BYTES:
+        file.close()
         raise ValueError(f"its file is larger than {MAX_IMAGE_BYTES} bytes")
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        return _as_rgb(image)
+    file.seek(0)
+    return file
+
+
+def _bytes_of_url(text: str) -> bytes:
+    """Return what a data URL holds. Raises ValueError."""
+    header, comma, data = text.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise ValueError("its data URL is not base64; expected data:image/png;base64,...")
+    if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+        raise ValueError(f"its data URL has {len(data)} characters, more than {MAX_IMAGE_BYTES} bytes encode to")
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"its data URL is not base64 ({error})") from error
+
+
+def _check_size(image: Image.Image) -> None:
+    if not 0 < image.width * image.height <= MAX_PIXELS:
+        raise ValueError(f"it has {image.width} x {image.height} pixels, expected 1 to {MAX_PIXELS}")
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """Return a copy. Only the header of a file has been read so far, so a size beyond the limit costs nothing."""
-    if not 0 < image.width * image.height <= MAX_PIXELS:
-        raise ValueError(f"it has {image.width} x {image.height} pixels, expected 1 to {MAX_PIXELS}")
+    """Return a copy. A size beyond the limit costs nothing, since nothing has been decoded so far."""
+    _check_size(image)
     rgb = ImageOps.exif_transpose(image).convert("RGB")
     return Image.frombytes("RGB", rgb.size, rgb.tobytes())  # without metadata and a link to the file

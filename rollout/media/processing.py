@@ -108,6 +108,10 @@ class ImageProcessing:
             ) from error
         return cls(family=family, config=config, processor=processor, vocabulary=vocabulary, store=store)
 
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the image processor, for `from_pretrained`."""
+        self._processor.save_pretrained(directory)
+
     def with_digests(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the digest of each image in place of the image, which goes into the store.
 

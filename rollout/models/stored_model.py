@@ -86,6 +86,11 @@ REWARD_MODEL = Role(AutoModelForSequenceClassification)
 NEW_REWARD_MODEL = Role(AutoModelForSequenceClassification, new=(SCORE,), unused=HEADS)
 
 
+def language_model(*, sees_images: bool) -> Role:
+    """Return the role of a policy, with its vision tower if it sees images."""
+    return VISION_LANGUAGE_MODEL if sees_images else LANGUAGE_MODEL
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
     """A model whose files hold every tensor of its class."""

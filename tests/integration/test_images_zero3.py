@@ -33,7 +33,7 @@ def worker(directory: Path, *, trains_tower: bool) -> None:
     from lockstep.trainer.distributed.distributed import skip_deepspeed_builds
     from lockstep.trainer.model.layers.vision import image_source
     from lockstep.trainer.model.policy import Policy
-    from tests.fixtures.vision_models import adds_alike, images_of, rows_of
+    from tests.fixtures.vision_models import adds_alike, by_digest, images_of, rows_of
 
     skip_deepspeed_builds()
     name = (directory / "name").read_text()
@@ -42,7 +42,7 @@ def worker(directory: Path, *, trains_tower: bool) -> None:
     layout = StepLayout.of(rows)
     settings: dict[str, Any] = {"sees_images": True, "trains_tower": trains_tower}
     reference = Policy.from_pretrained(directory / "model", **settings)
-    source = image_source(reference.causal_lm.config, {image.digest: image for image in images})
+    source = image_source(reference.causal_lm.config, by_digest(images))
     loss_of(reference, collate(rows, range(len(rows)), images=source), layout.num_tokens, 1.0).backward()
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
 

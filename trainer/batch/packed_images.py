@@ -10,13 +10,13 @@ Shape legend: _L tokens of the pack, _K tokens of images of the pack.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.errors import DataError, EvidenceError
 from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.rollout.records import ImageSpan, TrainingRow
 
@@ -28,8 +28,8 @@ GRID = "image_grid_thw"
 class ImageSource:
     """Prepared images, and how the model of a run counts their tokens."""
 
-    images: Mapping[str, PreparedImage]
-    """By digest."""
+    prepared: Callable[[str], PreparedImage]
+    """Returns the image of a digest, or raises `DataError`."""
     token_id: int
     """Id of every token of an image."""
     merge_size: int | None
@@ -63,8 +63,8 @@ class PackedImages:
 
 def packed_images(
     rows: Sequence[TrainingRow], places: Sequence[np.ndarray], *, num_tokens: int, source: ImageSource | None
-) -> PackedImages | None:
-    """Return the images of the rows of a pack, or None if they have none.
+) -> PackedImages:
+    """Return the images of the rows of a pack, of which at least one has some.
 
     places: positions in the pack of each row's tokens, which rows share where they share a prefix; such an image comes
     once. num_tokens: L. source: None for a model that sees no images.
@@ -72,8 +72,6 @@ def packed_images(
     Raises `EvidenceError` with the digest if an image is missing or does not fit the ids of its span, or if one of its
     tokens is trained.
     """
-    if not any(row.images for row in rows):
-        return None
     by_start: dict[int, tuple[np.ndarray, PreparedImage]] = {}
     has_grids = source is not None and source.merge_size is not None
     positions_3L = np.zeros((3, num_tokens), dtype=np.int64)
@@ -122,9 +120,10 @@ def _images_of(row: TrainingRow, source: ImageSource | None) -> list[PreparedIma
             raise EvidenceError(f"{place}, but the model was loaded without its vision tower")
         if not end <= span.start < span.end <= len(row):
             raise EvidenceError(f"{place} overlaps another, or is not within the {len(row)} tokens of the row")
-        image = source.images.get(span.digest)
-        if image is None:
-            raise EvidenceError(f"{place} is missing")
+        try:
+            image = source.prepared(span.digest)
+        except DataError as error:
+            raise EvidenceError(f"{place} is missing: {error}") from error
         if span.end - span.start != image.num_tokens:
             raise EvidenceError(f"{place} has {image.num_tokens} tokens")
         if (row.ids[span.start : span.end] != source.token_id).any():

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import TrainingRow
-from lockstep.trainer.batch.packed_images import ImageSource, PackedImages, packed_images
 from lockstep.trainer.batch.prefixes import Prefix, Stretches, shared, token_keys, whole
+
+if TYPE_CHECKING:
+    from lockstep.trainer.batch.packed_images import ImageSource, PackedImages
 
 NO_ROUTE = -1
 """Expert of a token without a route."""
@@ -192,9 +195,17 @@ def collate(
         support_offsets=None if support is None else _int64(support[0]),
         support_ids=None if support is None else _int64(support[1]),
         routes=_routes(pack_rows, stretches) if with_routes else None,
-        images=packed_images(pack_rows, stretches.places, num_tokens=len(stretches.ids), source=images),
+        images=_images(pack_rows, stretches, images),
     )
     return batch.to(device)
+
+
+def _images(rows: Sequence[TrainingRow], stretches: Stretches, source: ImageSource | None) -> PackedImages | None:
+    if not any(row.images for row in rows):
+        return None
+    from lockstep.trainer.batch.packed_images import packed_images  # packs of text do not load it
+
+    return packed_images(rows, stretches.places, num_tokens=len(stretches.ids), source=source)
 
 
 def row_places(

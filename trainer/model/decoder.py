@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 import transformers
@@ -34,9 +34,11 @@ from lockstep.trainer.model.layers import (
     packed_attention,
     recurrent,
     rotary,
-    vision,
 )
 from lockstep.trainer.model.quantized_base import refuse_quantized
+
+if TYPE_CHECKING:
+    from lockstep.trainer.model.layers.vision import Vision
 
 AUTO = "auto"
 """`packed_rows`, which chooses its kernels by device and dtype."""
@@ -76,6 +78,10 @@ class DecoderSetup(TypedDict, total=False):
     """Dtype of mixed precision, on which FlashAttention depends; None: dtype of the weights."""
     engine_context: int | None
     """Context of the engines that sample the rows [tokens], which rotary positions depend on; None without engines."""
+    sees_images: bool
+    """True for a model with its vision tower, whose packs may have images: every pack runs the tower (`Vision`)."""
+    trains_tower: bool
+    """Train the tower and its projector, too; by default they are frozen."""
 
 
 def decoder_setup(model: ModelConfig, engine_context: int | None) -> DecoderSetup:
@@ -84,6 +90,8 @@ def decoder_setup(model: ModelConfig, engine_context: int | None) -> DecoderSetu
         "gradient_checkpointing": model.is_checkpointed,
         "compute_dtype": model.dtype,
         "engine_context": engine_context,
+        "sees_images": model.sees_images,
+        "trains_tower": model.images.train_tower,
     }
 
 
@@ -119,6 +127,7 @@ def prepare(
     compute_dtype: torch.dtype | str | None = None,
     engine_context: int | None = None,
     sees_images: bool = False,
+    trains_tower: bool = False,
 ) -> None:
     """Set a model up for packs, in place, and leave it in train mode, which without randomness equals eval mode.
 
@@ -135,10 +144,23 @@ def prepare(
     experts.keep_float32_routers(model)
     model.set_attn_implementation(choose_attention(attn_implementation, model, compute_dtype))
     disable_randomness(model)
+    if sees_images and not trains_tower:
+        from lockstep.trainer.model.layers.vision import freeze_tower  # models of text do not load it
+
+        freeze_tower(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # `from_pretrained` leaves a model in eval mode, in which transformers ignores gradient checkpointing.
     model.train()
+
+
+def vision_of(model: PreTrainedModel, **setup: Unpack[DecoderSetup]) -> Vision | None:
+    """Return the vision tower of a model that sees images, after `prepare`."""
+    if not setup.get("sees_images"):
+        return None
+    from lockstep.trainer.model.layers.vision import Vision
+
+    return Vision(model)
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -230,7 +252,9 @@ def refuse_architecture(config: PreTrainedConfig, *, sees_images: bool = False) 
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
         )
     if sees_images:
-        vision.refuse_tower(config)
+        from lockstep.trainer.model.layers.vision import refuse_tower
+
+        refuse_tower(config)
     elif "vision_config" in config.to_dict() and not _leaves_tower_out(config.model_type):
         is_known = text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.model_type in OF_TEXT
         remedy = "lockstep save-text-model <checkpoint> <directory>, and set model.path to the directory"
@@ -292,11 +316,10 @@ def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torc
             f"attn_implementation={requested}: in a pack it counts the chunks and positions of Llama 4 from the first "
             f"row; set model.attn_implementation={packed_attention.PACKED_ROWS}"
         )
-    if requested != packed_attention.PACKED_ROWS and model.config.model_type in vision.BIDIRECTIONAL:
-        raise ConfigError(
-            f"attn_implementation={requested}: it would not let the tokens of an image attend to all of it, as "
-            f"{type(model).__name__} does; set model.attn_implementation={packed_attention.PACKED_ROWS}"
-        )
+    if requested != packed_attention.PACKED_ROWS and hasattr(model.config, "vision_config"):
+        from lockstep.trainer.model.layers.vision import refuse_attention
+
+        refuse_attention(requested, model)
     if requested.startswith("flash_attention") and not half:
         raise ConfigError(
             f"attn_implementation={requested} needs bfloat16 or float16, found {dtype}: "

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.trainer.batch.assignment import Plan, plan
-from lockstep.trainer.batch.packed_images import ImageSource
 from lockstep.trainer.batch.packing import PackedBatch, collate, row_places
 from lockstep.trainer.batch.prefix_bundles import plan_bundles
 from lockstep.trainer.batch.prefixes import token_keys
@@ -27,6 +27,9 @@ from lockstep.trainer.model.layers.rotary import longest_shared
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks import isolation, layer_precision
 from lockstep.trainer.score.token_budget import TokenBudget
+
+if TYPE_CHECKING:
+    from lockstep.trainer.batch.packed_images import ImageSource
 
 
 class Scorer:

@@ -168,9 +168,13 @@ def tokenized(
     distributed: Distributed,
     chat: Chat,
     *,
+    max_images: int | None = None,
     say: Callable[[str], None],
 ) -> list[list[Demonstration]] | None:
-    """Load and tokenize data sets on rank 0; a collective. Other ranks get None."""
+    """Load and tokenize data sets on rank 0; a collective. Other ranks get None.
+
+    max_images: of a conversation; None: any number.
+    """
     return distributed.together(
         lambda: (
             [
@@ -179,6 +183,7 @@ def tokenized(
                     chat,
                     max_tokens=settings.max_tokens,
                     min_reward=settings.min_reward,
+                    max_images=max_images,
                     vocab_size=vocab_size_of(model.path, trust_remote_code=model.trust_remote_code),
                     say=say,
                 )

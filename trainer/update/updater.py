@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from lockstep.trainer.update.optimizer_step import OptimizerStep, Stepped
 from lockstep.trainer.update.routers import Routers
 from lockstep.trainer.update.schedule import learning_rate
 from lockstep.trainer.update.update_guard import UpdateGuard
+
+if TYPE_CHECKING:
+    from lockstep.trainer.batch.packed_images import ImageSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,8 +74,9 @@ class Updater:
         config: Config,
         *,
         given: Sequence[GivenRows] = (),
+        images: ImageSource | None = None,
     ) -> None:
-        """given: components with rows of their own."""
+        """given: components with rows of their own. images: of the rows; None for a model that sees none."""
         self._module = module
         self._distributed = distributed
         self._config = config
@@ -82,6 +87,7 @@ class Updater:
             temperature=config.rollout.temperature,
             token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
+            images=images,
         )
         self._routers = Routers(module, self.scorer, config.algorithm, replays=self._plan.replays)
         self.loss = ConfiguredLoss(policy_loss_named(config.algorithm.loss), config.algorithm, seed=config.seed)

@@ -15,7 +15,8 @@ Shape legend: _L tokens of the pack, _K tokens of images of the pack, _D hidden 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.trainer.batch.packed_images import GRID, ImageSource
 from lockstep.trainer.batch.packing import PackedBatch
+from lockstep.trainer.model.layers.packed_attention import PACKED_ROWS
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3")
 """Model types whose images were tested."""
@@ -42,11 +44,20 @@ def refuse_tower(config: PreTrainedConfig) -> None:
         )
 
 
-def image_source(config: PreTrainedConfig, images: Mapping[str, PreparedImage]) -> ImageSource:
-    """Return images by digest as the packs of this model take them."""
+def refuse_attention(requested: str, model: PreTrainedModel) -> None:
+    """Raise `ConfigError` for an attention under which tokens of an image would see less of it than in the model."""
+    if model.config.model_type in BIDIRECTIONAL:
+        raise ConfigError(
+            f"attn_implementation={requested}: it would not let the tokens of an image attend to all of it, as "
+            f"{type(model).__name__} does; set model.attn_implementation={PACKED_ROWS}"
+        )
+
+
+def image_source(config: PreTrainedConfig, prepared: Callable[[str], PreparedImage]) -> ImageSource:
+    """Return images as the packs of this model take them. prepared: returns one by its digest."""
     settings: Any = config
     return ImageSource(
-        images=images,
+        prepared=prepared,
         token_id=settings.image_token_id,
         merge_size=getattr(settings.vision_config, "spatial_merge_size", None),
         is_bidirectional=config.model_type in BIDIRECTIONAL,
@@ -59,23 +70,66 @@ def tower_parts(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {} if base is decoder else {name: part for name, part in base.named_children() if part is not decoder}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerShape:
+    """Sizes of a vision tower that determine the memory of its activations."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    patches: float
+    """Patches of an image per token of it."""
+    is_trained: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> TowerShape:
+        """Measure the tower of a model. Of an adapted one, its base."""
+        config: Any = model.config
+        vision = config.vision_config
+        merged: int | None = getattr(vision, "spatial_merge_size", None)
+        sides = vision.image_size / vision.patch_size if merged is None else merged
+        return cls(
+            layers=vision.num_hidden_layers if merged is None else vision.depth,
+            hidden=vision.hidden_size,
+            intermediate=vision.intermediate_size,
+            patches=sides**2 / (config.mm_tokens_per_image if merged is None else 1),
+            is_trained=any(part.requires_grad for tower in tower_parts(model).values() for part in tower.parameters()),
+        )
+
+    def activation_bytes(self, tokens: int, *, compute: int, is_checkpointed: bool) -> int:
+        """Return the memory of a pack of which all tokens are of images: at most that.
+
+        A layer holds its inputs, two norms, queries, keys, values, the output of attention, and three products of the
+        MLP. A frozen tower keeps one layer; a trained one all, under checkpointing the inputs of all and one layer.
+        """
+        layer = 8 * self.hidden + 3 * self.intermediate
+        width = layer
+        if self.is_trained:
+            width = layer + self.hidden * self.layers if is_checkpointed else layer * self.layers
+        return int(compute * tokens * self.patches * width)
+
+
+def freeze_tower(model: PreTrainedModel) -> None:
+    """Freeze the tower and its projector, in place."""
+    for part in tower_parts(model).values():
+        part.requires_grad_(False)
+
+
 class Vision:
     """Tower and projector of a model, which stay modules of the model."""
 
-    def __init__(self, model: PreTrainedModel, *, is_trained: bool) -> None:
-        """is_trained: False freezes them, in place."""
+    def __init__(self, model: PreTrainedModel) -> None:
         self._base: Any = model.base_model
         self._decoder: Any = model.get_decoder()
-        self._is_trained = is_trained
-        for part in tower_parts(model).values():
-            part.requires_grad_(is_trained)
+        self._parts = tuple(tower_parts(model).values())
 
     def inputs(self, packed: PackedBatch) -> dict[str, Any]:
         """Return the arguments of the decoder that stand for the ids of a pack: embeddings, positions, DeepStack."""
         images = packed.images
         embeddings_LD = self._decoder.get_input_embeddings()(packed.ids)
         token_index_K = packed.ids.new_zeros(0) if images is None else images.token_index_K
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._is_trained):
+        is_trained = any(parameter.requires_grad for part in self._parts for parameter in part.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
             output = self._base.get_image_features(
                 **(self._blank(packed.ids.device) if images is None else images.tensors), return_dict=True
             )

@@ -29,6 +29,7 @@ from tests.fixtures.vision_models import (
     PAD,
     VISION_MODELS,
     adds_alike,
+    by_digest,
     image,
     image_row,
     images_of,
@@ -42,7 +43,7 @@ each_model = pytest.mark.parametrize("name", NAMES)
 
 
 def source_of(policy: Policy, images: Sequence[PreparedImage]) -> ImageSource:
-    return image_source(policy.causal_lm.config, {one.digest: one for one in images})
+    return image_source(policy.causal_lm.config, by_digest(images))
 
 
 def pack(policy: Policy, rows: Sequence[TrainingRow], images: Sequence[PreparedImage], **options) -> PackedBatch:
@@ -61,11 +62,11 @@ def score(policy: Policy, packed: PackedBatch) -> torch.Tensor:
 
 def arguments_alone(name: str, row: TrainingRow, images: Sequence[PreparedImage]) -> dict[str, torch.Tensor]:
     """Return the arguments of transformers' own forward for one row."""
-    by_digest = {one.digest: one for one in images}
+    prepared = by_digest(images)
     arguments = {"input_ids": torch.from_numpy(row.ids)[None]}
     if not row.images:
         return arguments
-    own = [by_digest[span.digest] for span in row.images]
+    own = [prepared(span.digest) for span in row.images]
     arguments |= {key: torch.cat([one.tensors[key] for one in own]) for key in own[0].tensors}
     types = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
     return arguments | {types: (arguments["input_ids"] == PAD).long()}
