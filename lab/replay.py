@@ -373,7 +373,9 @@ class _Replay:
             try:
                 rewards.load()
                 self._restore(step.weights_update)
-                make_sync(config, distributed, self._updater, engines=engines.synced).push(step.weights_update)
+                make_sync(config, distributed, self._updater, engines=engines.synced, images=chat.images).push(
+                    step.weights_update
+                )
                 samples = loop.run(
                     make_sampler(config, engine=engines.pool, chat=chat).collect(
                         [group[0].example for group in step.groups],

@@ -16,6 +16,7 @@ PROMPT_COLUMNS = ("messages", "prompt", "question")
 IMAGE_COLUMNS = ("images", "image")
 """Columns with the images of the prompt."""
 
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 SEES_IMAGES = "model.images.max_per_prompt=<the most images of a row> with a model that sees images"
 
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
@@ -99,6 +100,13 @@ def is_image(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {"bytes", "path"}
 
 
+def _is_image_file(value: Any) -> bool:
+    """True for bytes, a data URL, or the path of an image; a column `image` may also name that of a container."""
+    return isinstance(value, bytes) or (
+        isinstance(value, str) and (value.startswith("data:image/") or value.lower().endswith(IMAGE_SUFFIXES))
+    )
+
+
 def is_image_part(part: Any) -> bool:
     """True for a part of a message that is an image, or its place."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
@@ -122,7 +130,7 @@ def images_problem(row: Mapping[str, Any], messages: Sequence[Message]) -> str |
     """Return a sentence for a row with images in a run that sees none; None without images."""
     for name, value in row.items():
         values = image_values(value)
-        if values and (name in IMAGE_COLUMNS or is_image(values[0])):
+        if values and (is_image(values[0]) or (name in IMAGE_COLUMNS and _is_image_file(values[0]))):
             return of_unread_column(name)
     if num_images(messages):
         return f"its messages hold images; set {SEES_IMAGES}, or leave the row out"

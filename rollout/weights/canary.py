@@ -79,6 +79,9 @@ class ImageRow:
     score: Callable[[PromptIds], list[float]]
     """The trainer's scores of the ids behind the first that are no tokens of images, called as `ScoreCanary`."""
 
+    avoided: frozenset[int] = frozenset()
+    """Ids that rows of text must not have: they would stand for an image that is not there."""
+
     @property
     def scored(self) -> list[int]:
         """Indices of those ids among the engine's scores."""
@@ -203,7 +206,8 @@ class Canary:
         threshold, long = settings.threshold, settings.long
         self._score = score
         self._dtype = dtype
-        self._ids = canary_ids(vocab_size)
+        avoided = settings.image.avoided if settings.image else ()
+        self._ids = [0 if token in avoided else token for token in canary_ids(vocab_size)]
         self._is_fixed = threshold is not None
         self._threshold = CANARY_THRESHOLD[dtype] if threshold is None else threshold
         self._is_quantized = is_quantized and not self._is_fixed
@@ -211,7 +215,8 @@ class Canary:
         """True until the first canary of quantized engines, which sets the threshold of the others."""
         self.long, self._image = long, settings.image
         generator = torch.Generator().manual_seed(0)
-        self._long_ids = torch.randint(vocab_size, (long.tokens,), generator=generator).tolist() if long else []
+        long_ids = torch.randint(vocab_size, (long.tokens,), generator=generator).tolist() if long else []
+        self._long_ids = [0 if token in avoided else token for token in long_ids]
 
     def expected(self, *, is_long: bool) -> Expected:
         """Score the rows by the trainer; a collective under ZeRO-3. is_long: both rows."""

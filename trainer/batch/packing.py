@@ -33,11 +33,18 @@ DUMMY_LENGTH = 2
 
 
 def whole_row(ids: Sequence[int]) -> TrainingRow:
-    """Return a row in which every token but the first counts as sampled, to score a plain sequence."""
-    length = len(ids)
+    """Return a row in which every token but the first counts as sampled, to score a plain sequence.
+
+    ids: `PromptIds` with images count without the tokens of images.
+    """
+    length, images = len(ids), getattr(ids, "images", ())
+    loss_mask = np.arange(length) > 0
+    for image in images:
+        loss_mask[image.start : image.end] = False
     return TrainingRow(
         ids=np.asarray(ids, dtype=np.int64),
-        loss_mask=np.arange(length) > 0,
+        loss_mask=loss_mask,
+        images=images,
         sampling_logprobs=np.zeros(length, dtype=np.float32),
         versions=np.full(length, -1, dtype=np.int32),
         turns=np.zeros(length, dtype=np.int32),

@@ -28,7 +28,7 @@ class RowCheck:
 
     def __init__(self, environment: EnvironmentConfig, reward: RewardConfig, *, max_images: int = 0) -> None:
         """max_images: of a prompt; 0: the run sees none."""
-        self._max_images = max_images
+        self.max_images = max_images
         self._environment = make_environment(environment.name, **environment.settings)
         settings_by_name = {name: dict(reward.settings.get(name) or {}) for name in reward.functions}
         self._rewards = [
@@ -47,7 +47,7 @@ class RowCheck:
             if problem := self._images_problem(row, messages):
                 yield problem
             else:
-                normalize_messages(messages, sees_images=self._max_images > 0)
+                normalize_messages(messages, sees_images=self.max_images > 0)
         except (DataError, TemplateError) as error:
             yield str(error)
         for name, column, settings in self._rewards:
@@ -64,10 +64,10 @@ class RowCheck:
                     yield str(error)
 
     def _images_problem(self, row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
-        if not self._max_images:
+        if not self.max_images:
             return images_problem(row, messages)
         count = max(len(row["images"]), num_images(messages))
-        return too_many_images(count, self._max_images) if count > self._max_images else None
+        return too_many_images(count, self.max_images) if count > self.max_images else None
 
 
 def _column(reward: str, settings: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
+from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, ImageRow, LongRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import images_of_data, load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
@@ -150,7 +150,9 @@ class Assembly:
         if prompts is not None:
             rollout_parts = self._rollout_parts(engines, chat, prompts)
             sleep_level = config.rollout.sleep_level if engines.colocated else 0
-            sync = make_sync(config, distributed, updater, engines=engines.synced, sleep_level=sleep_level)
+            sync = make_sync(
+                config, distributed, updater, engines=engines.synced, sleep_level=sleep_level, images=self._images
+            )
             average = self._average(updater, teacher)
             recovery = Recovery(
                 engines=engines,
@@ -423,8 +425,9 @@ def make_sync(
     *,
     engines: Sequence[SyncedEngine],
     sleep_level: int = 0,
+    images: ImageProcessing | None = None,
 ) -> WeightSync:
-    """Make a weight sync of the trained module to these engines of this rank; a collective."""
+    """Make a weight sync of the trained module to these engines of this rank; a collective. images: of the run."""
     settings = config.sync
     share = settings.canary_share
     policy = policy_of(distributed.unwrapped)
@@ -445,12 +448,19 @@ def make_sync(
             threshold=settings.canary_threshold,
             share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
             long=long_row if row.tokens > CANARY_TOKENS and marked_layers(policy) else None,
+            image=None if images is None else _image_row(images, updater),
         ),
         pause_mode=config.pause_mode,
         bucket_bytes=int(settings.bucket_mib * 2**20),
         deadline_s=settings.timeout_s,
         address=settings.address,
     )
+
+
+def _image_row(images: ImageProcessing, updater: Updater) -> ImageRow:
+    from lockstep.rollout.weights.canary_prompt import canary_prompt  # runs without images do not load it
+
+    return ImageRow(ids=canary_prompt(images), score=updater.logprobs, avoided=images.reserved_ids)
 
 
 def choose(config: Config, distributed: Distributed, console: RunConsole) -> Config:

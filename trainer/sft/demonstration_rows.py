@@ -168,13 +168,9 @@ def tokenized(
     distributed: Distributed,
     chat: Chat,
     *,
-    max_images: int | None = None,
     say: Callable[[str], None],
 ) -> list[list[Demonstration]] | None:
-    """Load and tokenize data sets on rank 0; a collective. Other ranks get None.
-
-    max_images: of a conversation; None: any number.
-    """
+    """Load and tokenize data sets on rank 0; a collective. Other ranks get None."""
     return distributed.together(
         lambda: (
             [
@@ -183,7 +179,7 @@ def tokenized(
                     chat,
                     max_tokens=settings.max_tokens,
                     min_reward=settings.min_reward,
-                    max_images=max_images,
+                    max_images=model.images.max_per_prompt,
                     vocab_size=vocab_size_of(model.path, trust_remote_code=model.trust_remote_code),
                     say=say,
                 )

@@ -79,7 +79,7 @@ class Updater:
         self._module = module
         self._distributed = distributed
         self._config = config
-        self._plan = config.plan
+        self._plan, self._images = config.plan, images
         self.scorer = Scorer(
             module,
             distributed,
@@ -133,9 +133,9 @@ class Updater:
     def logprobs(self, ids: Sequence[int], error: float = 0.0) -> list[float]:
         """Return log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective.
 
-        error: relative rounding error to add to the output of each layer.
+        ids: with their images if they are `PromptIds`, whose tokens have no logprob. error: relative rounding error to add to the output of each layer.
         """
-        packed = collate([whole_row(ids)], [0], device=self._distributed.device)
+        packed = collate([whole_row(ids)], [0], images=self._images, device=self._distributed.device)
         with torch.no_grad(), rounding_errors(self._module, error):
             logp_T, *_ = self._module(packed, temperature=1.0, with_entropy=False)
         return logp_T.float().tolist()
