@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from lockstep.rollout.chat.tool_functions import BadArgumentsError, describe
+from lockstep.rollout.chat.tool_functions import BadArgumentsError, Content, describe
 from lockstep.rollout.errors import ConfigError, ToolServerError
 from lockstep.rollout.records import Message, Rollout
 from lockstep.rollout.replies import read_json
@@ -70,7 +70,7 @@ class ToolResult:
 
     name: str
     call_id: str
-    content: str
+    content: Content
     fault: ToolFault | None = None
 
     @property
@@ -147,7 +147,7 @@ class Toolbox:
         content, fault = await self._run(name, call["function"].get("arguments"))
         return ToolResult(name=name, call_id=str(call.get("id", "")), content=content, fault=fault)
 
-    async def _run(self, name: str, raw_arguments: Any) -> tuple[str, ToolFault | None]:
+    async def _run(self, name: str, raw_arguments: Any) -> tuple[Content, ToolFault | None]:
         if name not in self._functions:
             tool_names = ", ".join(self._functions) or "none"
             return _error_text(f"there is no tool {name!r}; tools: {tool_names}"), ToolFault.UNKNOWN_TOOL
@@ -174,8 +174,10 @@ class Toolbox:
             return _exception_text(result.error), ToolFault.EXCEPTION
         return self._cut(result.value), None
 
-    def _cut(self, text: str) -> str:
-        text = _printable(text)
+    def _cut(self, content: Content) -> Content:
+        if not isinstance(content, str):
+            return [part | {"text": self._cut(part["text"])} if "text" in part else part for part in content]
+        text = _printable(content)
         if len(text) <= self._max_result_chars:
             return text
         return f"{text[: self._max_result_chars]}\n[cut: {len(text)} characters, {self._max_result_chars} shown]"
