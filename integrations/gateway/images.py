@@ -13,7 +13,6 @@ Not covered: addresses, which other machines would be asked for, and ids of uplo
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,10 @@ from lockstep.integrations.gateway.messages import IMAGE_PARTS, StoredImage
 from lockstep.rollout.errors import ConfigError, LockstepError
 from lockstep.rollout.media.image_files import read_image
 from lockstep.rollout.media.processing import ImageProcessing
+from lockstep.rollout.safe_text import without_addresses
 
 KEPT_DIGESTS = 2**15
 _SENDS_DATA = "nothing is fetched; send the image as data, in base64"
-_OBJECT = re.compile(r" <[^<>]* object at 0x[0-9a-f]+>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,13 @@ class ImagePlace:
 
 def find_images(body: Mapping[str, Any]) -> list[ImagePlace]:
     """Return the images in the messages of a request, or in its items."""
-    found: list[ImagePlace] = []
+    places: list[ImagePlace] = []
     for field in ("messages", "input"):
         items = body.get(field)
         for index, item in enumerate(items if isinstance(items, list) else ()):
             for name in ("content", "output") if isinstance(item, dict) else ():
-                found += _in_parts(item.get(name), f"{field}[{index}].{name}")
-    return found
+                places += _in_parts(item.get(name), f"{field}[{index}].{name}")
+    return places
 
 
 def _in_parts(parts: Any, where: str) -> Iterator[ImagePlace]:
@@ -146,4 +145,4 @@ def _data_url(part: Mapping[str, Any], where: str) -> str:
 
 
 def _unreadable(text: str, where: str) -> ApiError:
-    return ApiError(_OBJECT.sub("", text), param=where, code="invalid_image")
+    return ApiError(without_addresses(text), param=where, code="invalid_image")

@@ -145,7 +145,7 @@ def joined(parts: Sequence[str | StoredImage]) -> Content:
 
 
 def part_type(part: Any, where: str, *, expected: str) -> Any:
-    """Return the type of a part of a message. Raises `ApiError` (400) for a part that is no object."""
+    """Return the type of a part of a message. Raises `ApiError` (400) for a part that is not an object."""
     return part["type"] if isinstance(part, StoredImage) else checked(part, dict, where, expected=expected).get("type")
 
 

@@ -23,7 +23,7 @@ class GatewaySettings:
     max_request_mib: float = 64.0
     """A conversation that is sent back with its ids and logprobs takes about 30 bytes per sampled token."""
     max_images: int = 0
-    """Of one prompt."""
+    """Most images of one prompt."""
 
     def __post_init__(self) -> None:
         if self.api_key is not None and len(self.api_key) < 8:
