@@ -6,6 +6,7 @@ import base64
 import io
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -15,11 +16,16 @@ from PIL import Image
 
 from lockstep.integrations.gateway import images as request_images
 from lockstep.integrations.gateway.session import Session
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.media.processing import ImageProcessing
-from tests.fixtures.gateway import Running, running
+from lockstep.rollout.records import RolloutStatus
+from lockstep.rollout.sampler.sampler import Sampler
+from tests.fixtures.gateway import Running, ScriptedEngine, running, says
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.fixtures.vision import image_processing, picture, save_tiny
 
@@ -325,6 +331,32 @@ async def test_images_before_a_previous_response_count_too(images: ImageProcessi
         assert caught.value.code == "too_many_images"
         assert recorded(server).refusal == "too_many_images"
         assert recorded(server).failure is None
+
+
+async def test_an_agent_that_ends_at_the_limit_keeps_its_samples(images: ImageProcessing) -> None:
+    async def agent(base_url: str, api_key: str, example: dict[str, Any]) -> None:
+        messages: list[Any] = []
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            while True:
+                messages.append({"role": "user", "content": [*example["images"], in_chat(DATA)]})
+                answer = await client.chat.completions.create(model="m", messages=messages)
+                messages.append(answer.choices[0].message)
+
+    row = {"question": "?", "images": [{"type": "image", "digest": images.store.add(THIRD)}]}
+    chat = Chat(TOKENIZER, images=images)
+    sampler = Sampler(
+        engine=ScriptedEngine(says(TOKENIZER, "yes<|im_end|>")),
+        chat=chat,
+        make_environment=partial(make_environment, "agent", agent=agent),
+        max_turns=8,
+        seed=1,
+        gateway=GatewaySettings(max_images=5),
+    )
+    sampling = Sampling(max_tokens=8, stop_token_ids=chat.stop_token_ids)
+    (rollout,) = await sampler.collect([row], samples_per_prompt=1, sampling=sampling, step=0)
+    assert rollout.status is RolloutStatus.CONTEXT_FULL, rollout.error
+    assert rollout.is_trainable
+    assert [len(call.images) for call in rollout.calls] == [2, 4]
 
 
 @pytest.mark.parametrize("parts", [chat_parts, response_parts, message_parts])
