@@ -130,6 +130,7 @@ def make_gateway_settings(settings: GatewayConfig, model: ModelConfig) -> Gatewa
         model_name=model_name,
         max_request_mib=settings.max_request_mib,
         adapters=tuple(model.adapters),
+        max_images=model.images.max_per_prompt,
     )
 
 

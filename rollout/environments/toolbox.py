@@ -60,7 +60,7 @@ class ReadyTool:
 
     schema: Mapping[str, Any]
     """In the OpenAI form."""
-    call: Callable[[Mapping[str, Any]], Awaitable[str]]
+    call: Callable[[Mapping[str, Any]], Awaitable[Content]]
     """Function of the arguments. Raises `BadArgumentsError` for those that its schema refuses."""
 
 
@@ -209,8 +209,8 @@ def failed_call(rollouts: Iterable[Rollout]) -> str | None:
     return next((str(message["content"]) for message in answers), None)
 
 
-def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[str]]) -> ToolFunction:
-    async def by_keyword(**arguments: Any) -> str:
+def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[Content]]) -> ToolFunction:
+    async def by_keyword(**arguments: Any) -> Content:
         return await call(arguments)
 
     return by_keyword
