@@ -133,7 +133,8 @@ class Updater:
     def logprobs(self, ids: Sequence[int], error: float = 0.0) -> list[float]:
         """Return log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective.
 
-        ids: with their images if they are `PromptIds`, whose tokens have no logprob. error: relative rounding error to add to the output of each layer.
+        ids: with their images if they are `PromptIds`; the tokens of images have no logprob. error: relative rounding
+        error to add to the output of each layer.
         """
         packed = collate([whole_row(ids)], [0], images=self._images, device=self._distributed.device)
         with torch.no_grad(), rounding_errors(self._module, error):
