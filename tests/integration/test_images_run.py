@@ -78,7 +78,6 @@ def train(directory: Path, run_name: str, *, ranks: int = 1, **changes: Any) -> 
         "rollout.max_tokens_per_turn": 6,
         "rollout.prompts_per_step": 4,
         "rollout.samples_per_prompt": 4,
-        "rollout.ignore_eos": "true",
         "optimizer.lr": "1e-3",
         "updates": 2,
         "run_root": directory / "runs",
