@@ -35,7 +35,7 @@ Message = Mapping[str, Any]
 
 
 def content_text(message: Message, mark: Callable[[Any], str] = lambda part: f"[{part.get('type')}]") -> str:
-    """Return the text of a message, joining its parts. mark: writes a part that is no text, such as an image."""
+    """Return the text of a message, joining its parts. mark: writes a part without text, such as an image."""
     content = message.get("content") or ""
     if isinstance(content, list | tuple):
         return " ".join(str(part.get("text") or mark(part)) for part in content)

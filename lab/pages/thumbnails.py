@@ -52,7 +52,7 @@ class Thumbnails:
         return list(self._by_digest.values())
 
     @property
-    def shown(self) -> list[Thumbnail]:
+    def pictures(self) -> list[Thumbnail]:
         return [one for one in self.all if one.url]
 
     @property
@@ -60,7 +60,7 @@ class Thumbnails:
         """A sentence on what the page does not show; "" if it shows all."""
         missing = [one for one in self.all if one.problem]
         num_missing, num_images = len(missing), len(self._by_digest)
-        num_left_out = num_images - len(self.shown) - num_missing
+        num_left_out = num_images - len(self.pictures) - num_missing
         reasons = [f"{num_missing} cannot be read ({missing[0].problem})"] if missing else []
         reasons += [f"{num_left_out} are left out: a page shows at most {MAX_IMAGES}"] if num_left_out else []
         return f"Of {num_images} images, {', and '.join(reasons)}. They appear by name." if reasons else ""
@@ -82,7 +82,7 @@ class Thumbnails:
 
     def _make(self, digest: str) -> Thumbnail:
         name = safe_text(image_mark({"type": "image", "digest": digest})[1:-1], 40)
-        if len(self.shown) >= MAX_IMAGES:
+        if len(self.pictures) >= MAX_IMAGES:
             return Thumbnail(digest=digest, name=name)
         try:
             image = self._read(digest)

@@ -88,10 +88,12 @@ def _rollouts(cases: Sequence[CaseReport], thumbnails: Thumbnails) -> list[dict[
     for case in cases:
         for index, row in enumerate(case.scored.batch.rows):
             rows.setdefault((case.name, row.rollout_id), []).append(_row(case.scored, index))
-    shown = [{"case": name, "id": number, "rows": own} for (name, number), own in islice(rows.items(), MAX_ROLLOUTS)]
-    for _, _, digest in (image for rollout in shown for row in rollout["rows"] for image in row["images"]):
+    page_rollouts = [
+        {"case": name, "id": number, "rows": own} for (name, number), own in islice(rows.items(), MAX_ROLLOUTS)
+    ]
+    for _, _, digest in (image for rollout in page_rollouts for row in rollout["rows"] for image in row["images"]):
         thumbnails.of(digest)
-    return shown
+    return page_rollouts
 
 
 def _row(scored: ScoredTokens, index: int) -> dict[str, Any]:

@@ -146,13 +146,13 @@ class RolloutSearch:
         return _whole(self._saved(run, file, number), file, number, _token_texts(run))
 
     def image(self, run: WatchedRun, digest: str) -> bytes:
-        """Return the PNG file of an image. Raises OSError, ConfigError for what is no digest."""
+        """Return the PNG file of an image. Raises OSError, ConfigError for a name that is not a digest."""
         if not IMAGE_DIGEST.fullmatch(digest):
             raise ConfigError("the digest of an image has 64 hexadecimal digits")
         with opened_plain(run.inside("media", f"{digest}.png")) as file:
             content = file.read(MAX_IMAGE_BYTES + 1)
         if len(content) > MAX_IMAGE_BYTES or not content.startswith(PNG):
-            raise OSError(f"{digest[:6]}….png is no PNG file of at most {MAX_IMAGE_BYTES} bytes")
+            raise OSError(f"{digest[:6]}….png is not a PNG file of at most {MAX_IMAGE_BYTES} bytes")
         return content
 
     def _saved(self, run: WatchedRun, file: str, number: int) -> Rollout:
@@ -263,13 +263,13 @@ def _prompt_tokens(
     ids: Sequence[int], images: Mapping[int, ImageSpan], texts: Callable[[int], str]
 ) -> Iterator[tuple[int, str] | dict[str, Any]]:
     """Yield id and text of each token, and one entry for all tokens of an image. images: by their first position."""
-    shown = 0
+    end = 0
     for position, token in enumerate(ids):
         if image := images.get(position):
-            shown = position + image.end - image.start
+            end = position + image.end - image.start
             mark = image_mark({"type": "image", "digest": image.digest})
             yield {"digest": image.digest, "name": mark, "tokens": image.end - image.start}
-        elif position >= shown:
+        elif position >= end:
             yield token, texts(token)
 
 

@@ -21,7 +21,7 @@ STATUS_STYLE = {RolloutStatus.COMPLETED: "green", RolloutStatus.FAILED: "red"}
 STATUS_STYLE_ELSE = "yellow"
 ROLE_STYLE = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
 Mark = Callable[[Mapping[str, Any]], str]
-"""Function that writes a part of a message that is no text."""
+"""Function that writes a part without text."""
 
 
 def conversation(rollout: Rollout, *, wrapped: bool, mark: Mark | None = None) -> RenderableType:
@@ -87,7 +87,7 @@ def _role(message: Message) -> str:
 
 
 def image_mark(part: Mapping[str, Any]) -> str:
-    """Return a part that is no text by its type, an image with the beginning of its digest: `[image 39eb91…]`."""
+    """Return a part without text by its type, an image with the beginning of its digest: `[image 39eb91…]`."""
     return f"[{part.get('type')} {str(part['digest'])[:6]}…]" if part.get("digest") else f"[{part.get('type')}]"
 
 
