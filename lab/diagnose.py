@@ -50,7 +50,8 @@ def run(
     """
     quiet_third_parties()
     console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
-    chat = make_chat(config.model, history=config.environment.history)
+    media = None if rollouts is None else rollouts.resolve().parent.parent / "media"  # of the run that saved them
+    chat = make_chat(config.model, history=config.environment.history, media=media)
     if rollouts is not None:
         console.print(f"rollouts     {rollouts}", markup=False)
         case = Case(name="saved_rollouts", purpose="rollouts saved by a run", rollouts=load_rollouts(rollouts))

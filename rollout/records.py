@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
@@ -32,6 +32,19 @@ IMAGE_DIGEST = re.compile("[0-9a-f]{64}")
 
 Message = Mapping[str, Any]
 """Chat message in the OpenAI format: role, content, and optionally tool_calls, reasoning_content, name."""
+
+
+def content_text(message: Message, mark: Callable[[Any], str] = lambda part: f"[{part.get('type')}]") -> str:
+    """Return the text of a message, joining its parts. mark: writes a part without text, such as an image."""
+    content = message.get("content") or ""
+    if isinstance(content, list | tuple):
+        return " ".join(str(part.get("text") or mark(part)) for part in content)
+    return str(content)
+
+
+def is_stored_image(part: Any) -> bool:
+    """True for the part of a message that is an image of the run, named by its digest."""
+    return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("digest"), str)
 
 
 class DataRow(dict[str, Any]):
@@ -544,7 +557,7 @@ class Rollout:
     @property
     def answer(self) -> str:
         """Text of the last sampled turn, without surrounding space; empty without one, and if it only calls tools."""
-        return str(self.messages[self.sampled_at[-1]].get("content") or "").strip() if self.sampled_at else ""
+        return content_text(self.messages[self.sampled_at[-1]]).strip() if self.sampled_at else ""
 
     @property
     def num_prompt_messages(self) -> int:

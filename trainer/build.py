@@ -57,17 +57,18 @@ def _image_processing(model: ModelConfig, media: Path | None) -> ImageProcessing
     if not model.sees_images:
         return None
     from lockstep.rollout.media.processing import ImageProcessing  # runs without images do not load it
-    from lockstep.rollout.media.store import ImageStore
+    from lockstep.rollout.media.run_images import run_store
 
     return ImageProcessing.from_pretrained(
-        model.path, store=ImageStore(media), trust_remote_code=model.trust_remote_code
+        model.path, store=run_store(media), trust_remote_code=model.trust_remote_code
     )
 
 
 def make_chat(model: ModelConfig, *, history: str, media: Path | None = None) -> Chat:
     """Load tokenizer and chat template, and the image processor of a model that sees images.
 
-    history: `environment.history`. media: folder that keeps images, for other ranks and later readers; None: in memory.
+    history: `environment.history`. media: folder that keeps images, for other ranks and later readers; None: one
+    that this process deletes when it ends.
 
     Raises `TemplateError` if the template fails on a short conversation or does not end: it is a program of the model's
     directory, and its sandbox limits neither time nor depth.

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.rollout.chat.tool_calls import without_surrogates
 from lockstep.rollout.errors import TemplateError
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, is_stored_image
 
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools in the OpenAI form, as chat templates render them."""
@@ -57,18 +57,14 @@ def normalize_messages(messages: Sequence[Message], *, sees_images: bool = False
 
 
 def _content(content: Any, index: int, *, sees_images: bool) -> str | list[dict[str, str]]:
-    if not (sees_images and isinstance(content, list) and any(map(_is_stored_image, content))):
+    if not (sees_images and isinstance(content, list) and any(map(is_stored_image, content))):
         return _text(content, index)
     return [
         {"type": "image", "digest": part["digest"]}
-        if _is_stored_image(part)
+        if is_stored_image(part)
         else {"type": "text", "text": _text([part], index)}
         for part in content
     ]
-
-
-def _is_stored_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("digest"), str)
 
 
 def _text(content: Any, index: int) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.rollout.chat.tool_functions import BadArgumentsError, Content, describe
 from lockstep.rollout.errors import ConfigError, ToolServerError
-from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.records import Message, Rollout, content_text
 from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned, call_with_deadline
@@ -206,7 +206,7 @@ def failed_call(rollouts: Iterable[Rollout]) -> str | None:
     failed = (one for one in rollouts if 0 < count(one, "tool_errors") == count(one, "tool_calls"))
     by_exceptions = sorted(failed, key=lambda one: -count(one, f"tool_errors_{ToolFault.EXCEPTION}"))
     answers = (message for one in by_exceptions for message in one.messages if message["role"] == "tool")
-    return next((str(message["content"]) for message in answers), None)
+    return next((content_text(message) for message in answers), None)
 
 
 def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[Content]]) -> ToolFunction:
