@@ -23,8 +23,7 @@ from lockstep.rollout.chat.tool_calls import parse_hermes
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.episode.environment import Environment, RunsItself
-from lockstep.rollout.media.processing import image_parts
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, image_parts
 
 MAX_TURN_TOKENS = 48
 

@@ -42,6 +42,17 @@ def content_text(message: Message, mark: Callable[[Any], str] = lambda part: f"[
     return str(content)
 
 
+def image_parts(message: Message) -> list[Mapping[str, Any]]:
+    """Return the parts of a message that are images, or places for them."""
+    content = message.get("content")
+    return [part for part in content if is_image_part(part)] if isinstance(content, list | tuple) else []
+
+
+def is_image_part(part: Any) -> bool:
+    """True for a part of a message that is an image, in any form."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
 def is_stored_image(part: Any) -> bool:
     """True for the part of a message that is an image of the run, named by its digest."""
     return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("digest"), str)

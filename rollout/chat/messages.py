@@ -14,8 +14,6 @@ from lockstep.rollout.records import Message, is_stored_image
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools in the OpenAI form, as chat templates render them."""
 
-IMAGE_PARTS = ("image", "image_url")
-"""Types of the parts of a message that are images."""
 _ANNOTATIONS = frozenset(
     {
         *("tool_call_errors", "prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.rollout.errors import DataError
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, image_parts, is_image_part
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 """Columns searched when none is named; the first that the row fills wins."""
@@ -107,15 +107,9 @@ def _is_image_file(value: Any) -> bool:
     )
 
 
-def is_image_part(part: Any) -> bool:
-    """True for a part of a message that is an image, or its place."""
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-
-
 def num_images(messages: Sequence[Message]) -> int:
     """Count the images of messages, and their places."""
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list | tuple)]
-    return sum(is_image_part(part) for content in contents for part in content)
+    return sum(len(image_parts(message)) for message in messages)
 
 
 def too_many_images(count: int, most: int) -> str:

@@ -28,13 +28,11 @@ from lockstep.rollout.errors import ConfigError, EvidenceError, LockstepError, T
 from lockstep.rollout.media.image_files import read_image
 from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.rollout.media.store import ImageStore
-from lockstep.rollout.records import ImageSpan, Message, PromptIds
+from lockstep.rollout.records import ImageSpan, Message, PromptIds, image_parts, is_image_part
 from lockstep.rollout.safe_text import error_text
 
 KEPT_TENSORS = 256
 """Images whose tensors are kept, the most recently used: some 10 MB for a megapixel."""
-IMAGE_PARTS = ("image", "image_url")
-"""Types of the parts of a message that are images."""
 
 
 def _merged_patches(config: Any, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -202,7 +200,7 @@ class ImageProcessing:
         if not image_parts(message):
             return message
         parts = [
-            self._part(part, f"message {index}, part {number}") if _is_image(part) else part
+            self._part(part, f"message {index}, part {number}") if is_image_part(part) else part
             for number, part in enumerate(message["content"])
         ]
         return {**message, "content": parts}
@@ -231,13 +229,3 @@ class ImageProcessing:
                 f"{error_text(error)}"
             ) from error
         return PreparedImage(digest=digest, tensors=tensors, num_tokens=num_tokens)
-
-
-def image_parts(message: Message) -> list[Mapping[str, Any]]:
-    """Return the parts of a message that are images."""
-    content = message.get("content")
-    return [part for part in content if _is_image(part)] if isinstance(content, list | tuple) else []
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from PIL import Image
 
 from lockstep.rollout.media.processing import ImageProcessing
 from lockstep.rollout.records import ImageSpan, PromptIds
-from lockstep.rollout.weights.canary import canary_ids
+from lockstep.rollout.weights.canary import ImageRow, canary_ids
 
 SIZE = 224, 168
 """Pixels of the image: 48 tokens of Qwen2.5-VL."""
@@ -27,3 +29,8 @@ def canary_prompt(images: ImageProcessing) -> PromptIds:
         [*before, *[images.image_token_id] * image.num_tokens, closing, *ids[IDS_BEFORE:]],
         [span],
     )
+
+
+def image_row(images: ImageProcessing, score: Callable[[PromptIds], list[float]]) -> ImageRow:
+    """Return the row of the canary with an image. score: see `ImageRow`."""
+    return ImageRow(ids=canary_prompt(images), score=score, avoided=images.reserved_ids)

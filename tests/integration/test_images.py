@@ -20,8 +20,8 @@ from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.conversation import CallRecord, Conversation
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import EngineError, EvidenceError, SyncError
-from lockstep.rollout.media.processing import FAMILIES, ImageProcessing, image_parts
-from lockstep.rollout.records import EngineCall, ImageSpan, PromptIds, TrainingRow
+from lockstep.rollout.media.processing import FAMILIES, ImageProcessing
+from lockstep.rollout.records import EngineCall, ImageSpan, PromptIds, TrainingRow, image_parts
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CanarySettings, ImageRow
 from lockstep.rollout.weights.canary_prompt import canary_prompt

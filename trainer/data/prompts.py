@@ -106,15 +106,9 @@ class DataSet:
         columns = {name: path for name, path in (self._settings.columns or {}).items() if name in names and path}
         read = {part for path in columns.values() for part in (path, path.partition(".")[0])} or names
         if self._images:
-            from lockstep.trainer.data.row_images import image_columns
-
-            own = image_columns(self._settings)
-            columns = {**columns, **own}
-            read = {
-                *read,
-                *IMAGE_COLUMNS,
-                *(part for path in own.values() if path for part in (path, path.partition(".")[0])),
-            }
+            columns |= self._images.columns
+            sources = self._images.sources
+            read |= {*IMAGE_COLUMNS, *sources, *(path.partition(".")[0] for path in sources)}
         for row in self._rows.only(read.__contains__):
             row = rename(row, columns, of=self.path)
             row = self._images.checked(row) if self._images else row

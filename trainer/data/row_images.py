@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import copy
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from lockstep.rollout.environments.prompt import (
     IMAGE_COLUMNS,
     image_values,
     is_image,
-    is_image_part,
     num_images,
     too_many_images,
 )
@@ -29,6 +28,7 @@ from lockstep.rollout.errors import ConfigError, DataError, TemplateError
 from lockstep.rollout.media.image_files import check_image, read_image
 from lockstep.rollout.media.placement import placed
 from lockstep.rollout.media.store import ImageStore
+from lockstep.rollout.records import is_image_part
 from lockstep.rollout.safe_text import error_text
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.data.datasets import is_file, is_made
@@ -41,14 +41,18 @@ Digest = Callable[[Mapping[str, Any], str], str]
 class RowImages:
     """Reader of the images of the rows of a data set."""
 
-    def __init__(self, store: ImageStore | None, *, folder: Path | None, sources: Collection[str] = ()) -> None:
+    def __init__(
+        self, store: ImageStore | None, *, folder: Path | None, columns: Mapping[str, str | None] | None = None
+    ) -> None:
         """
         Args:
             store: of the run; None: rows are only checked.
             folder: of relative paths; None: they are refused.
-            sources: columns that the row has as `images` or `image` too, by `data.columns`.
+            columns: the part of `data.columns` that is about images.
         """
-        self._store, self._folder, self._sources = store, folder, sources
+        self._store, self._folder, self.columns = store, folder, columns or {}
+        self.sources = {column for column in self.columns.values() if column is not None}
+        """Columns that a row has as `images` or `image`, too."""
 
     def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row with parts in place of images, in column `images` as a list, and put them into the store.
@@ -72,7 +76,7 @@ class RowImages:
         parts = [self._part(value, f"column {names[0]}, image {i}", digest) for i, value in enumerate(values)]
         converted: dict[str, Any] = {}
         for name, value in row.items():
-            if image_values(value) and (name in names or name in self._sources):
+            if image_values(value) and (name in names or name in self.sources):
                 converted[name] = parts if name == "images" or isinstance(value, list | tuple) else parts[0]
             elif _are_messages(value):
                 converted[name] = [
@@ -173,7 +177,7 @@ def _value_of(part: Mapping[str, Any]) -> Any:
 
 def images_of(settings: DataSetConfig, store: ImageStore | None) -> RowImages:
     """Return the reader of the images of a data set. store: None if rows are only checked."""
-    return RowImages(store, folder=_folder(settings.path), sources=_sources(settings))
+    return RowImages(store, folder=_folder(settings.path), columns=image_columns(settings))
 
 
 def undecoded(rows: Rows) -> Rows:
@@ -188,7 +192,7 @@ def undecoded(rows: Rows) -> Rows:
 
 def columns_with_images(rows: Rows, settings: DataSetConfig) -> set[str]:
     """Return the columns of a table whose bytes are read as images: those of images, and lists of messages."""
-    names = {*IMAGE_COLUMNS, *_sources(settings)}
+    names = {*IMAGE_COLUMNS, *filter(None, image_columns(settings).values())}
     fields = [] if isinstance(rows.items, list) else rows.items.features.arrow_schema
     return names | {field.name for field in fields if "struct<" in str(field.type) and "role: " in str(field.type)}
 
@@ -208,10 +212,6 @@ def conversation(row: Row, *, images: RowImages, most: int | None) -> list[Any]:
 def image_columns(settings: DataSetConfig) -> dict[str, str | None]:
     """Return the part of `data.columns` that is about images."""
     return {name: column for name, column in (settings.columns or {}).items() if name in IMAGE_COLUMNS}
-
-
-def _sources(settings: DataSetConfig) -> set[str]:
-    return {column for column in image_columns(settings).values() if column is not None}
 
 
 def _folder(path: str) -> Path | None:

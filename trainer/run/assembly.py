@@ -16,7 +16,7 @@ from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, ImageRow, LongRow
+from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import images_of_data, load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
@@ -118,7 +118,6 @@ class Assembly:
         self._console = console
         self._libraries = libraries
         self._images: ImageProcessing | None = None
-        """Images as the model reads them; None for a run without."""
         self._image_source: ImageSource | None = None
 
     def parts(self) -> Parts:
@@ -439,6 +438,11 @@ def make_sync(
         distances=row.passed,
         score_disturbed=partial(updater.logprobs, error=rounding_of(dtype, distributed.device.type)),
     )
+    image = None
+    if images is not None:
+        from lockstep.rollout.weights.canary_prompt import image_row  # runs without images do not load it
+
+        image = image_row(images, updater.logprobs)
     return WeightSync(
         engines=engines,
         sleep_level=sleep_level,
@@ -448,19 +452,13 @@ def make_sync(
             threshold=settings.canary_threshold,
             share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
             long=long_row if row.tokens > CANARY_TOKENS and marked_layers(policy) else None,
-            image=None if images is None else _image_row(images, updater),
+            image=image,
         ),
         pause_mode=config.pause_mode,
         bucket_bytes=int(settings.bucket_mib * 2**20),
         deadline_s=settings.timeout_s,
         address=settings.address,
     )
-
-
-def _image_row(images: ImageProcessing, updater: Updater) -> ImageRow:
-    from lockstep.rollout.weights.canary_prompt import canary_prompt  # runs without images do not load it
-
-    return ImageRow(ids=canary_prompt(images), score=updater.logprobs, avoided=images.reserved_ids)
 
 
 def choose(config: Config, distributed: Distributed, console: RunConsole) -> Config:

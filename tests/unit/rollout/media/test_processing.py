@@ -11,8 +11,9 @@ from transformers import AutoProcessor
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import ConfigError, DataError, TemplateError
 from lockstep.rollout.media.image_files import image_digest
-from lockstep.rollout.media.processing import ImageProcessing, image_parts
+from lockstep.rollout.media.processing import ImageProcessing
 from lockstep.rollout.media.store import ImageStore
+from lockstep.rollout.records import image_parts
 from lockstep.rollout.weights.canary_prompt import canary_prompt
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.vision import image_processing, picture, save_tiny
