@@ -59,9 +59,8 @@ def _image_processing(model: ModelConfig, media: Path | None) -> ImageProcessing
     from lockstep.rollout.media.processing import ImageProcessing  # runs without images do not load it
     from lockstep.rollout.media.run_images import run_store
 
-    return ImageProcessing.from_pretrained(
-        model.path, store=run_store(media), trust_remote_code=model.trust_remote_code
-    )
+    limits = {"trust_remote_code": model.trust_remote_code, "max_per_prompt": model.images.max_per_prompt}
+    return ImageProcessing.from_pretrained(model.path, store=run_store(media), **limits)
 
 
 def make_chat(model: ModelConfig, *, history: str, media: Path | None = None) -> Chat:

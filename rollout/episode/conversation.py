@@ -97,7 +97,10 @@ class Conversation:
         return message
 
     def _next_prompt(self) -> PromptIds:
-        return next_prompt(self._record.chat, self.last_call, self._messages, self._unanswered, self._tools)
+        prompt = next_prompt(self._record.chat, self.last_call, self._messages, self._unanswered, self._tools)
+        if self._record.chat.images is not None:
+            self._record.chat.images.refuse_too_many(prompt)
+        return prompt
 
 
 class CallRecord:

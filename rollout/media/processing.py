@@ -93,11 +93,20 @@ class ImageProcessing:
     """Images as one model reads them. Threads may share it."""
 
     def __init__(
-        self, *, family: Family, config: Any, processor: Any, vocabulary: Mapping[str, int], store: ImageStore
+        self,
+        *,
+        family: Family,
+        config: Any,
+        processor: Any,
+        vocabulary: Mapping[str, int],
+        store: ImageStore,
+        max_per_prompt: int | None = None,
     ) -> None:
-        """Raises `ConfigError` for a tokenizer without the tokens of images, or with another image token than the
+        """max_per_prompt: images of a conversation; None: any number.
+
+        Raises `ConfigError` for a tokenizer without the tokens of images, or with another image token than the
         model's."""
-        self.family, self.store = family, store
+        self.family, self.store, self.max_per_prompt = family, store, max_per_prompt
         self._config, self._processor = config, processor
         if lacking := [token for token in family.reserved if token not in vocabulary]:
             raise ConfigError(f"the tokenizer lacks {' and '.join(lacking)}, by which the model reads images")
@@ -118,7 +127,12 @@ class ImageProcessing:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, store: ImageStore, trust_remote_code: bool = False
+        cls,
+        path: str | Path,
+        *,
+        store: ImageStore,
+        trust_remote_code: bool = False,
+        max_per_prompt: int | None = None,
     ) -> ImageProcessing:
         """Load the image processor of a model. Raises `ConfigError` if it has none, or is of an unknown family."""
         try:
@@ -138,7 +152,14 @@ class ImageProcessing:
                 f"model.path={path}: no loadable image processor ({error_text(error)}); set model.path to a directory "
                 "with preprocessor_config.json, config.json and a tokenizer"
             ) from error
-        return cls(family=family, config=config, processor=processor, vocabulary=vocabulary, store=store)
+        return cls(
+            family=family,
+            config=config,
+            processor=processor,
+            vocabulary=vocabulary,
+            store=store,
+            max_per_prompt=max_per_prompt,
+        )
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the image processor, for `from_pretrained`."""
@@ -181,6 +202,14 @@ class ImageProcessing:
             expanded += [token] * image.num_tokens
             spans.append(ImageSpan(start=start, end=len(expanded), digest=image.digest))
         return PromptIds(expanded, spans)
+
+    def refuse_too_many(self, prompt: PromptIds) -> None:
+        """Raise `TemplateError` for more images than an engine was started for."""
+        if self.max_per_prompt is not None and len(prompt.images) > self.max_per_prompt:
+            raise TemplateError(
+                f"the conversation has {len(prompt.images)} images, model.images.max_per_prompt={self.max_per_prompt}; "
+                "raise it, or let tools and environments show fewer"
+            )
 
     def refuse_sampled(self, sampled_ids: Sequence[int], source: str) -> None:
         """Raise `EvidenceError` if a model sampled a token of `Family.reserved`.

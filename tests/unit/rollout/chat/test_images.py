@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.episode.conversation import CallRecord
 from lockstep.rollout.errors import TemplateError
 from lockstep.rollout.media.image_files import image_digest
+from lockstep.rollout.media.processing import ImageProcessing
+from lockstep.rollout.media.store import ImageStore
 from lockstep.rollout.records import EngineCall, FinishReason, PromptIds
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.fixtures.vision import image_processing, picture, save_tiny
@@ -138,3 +144,17 @@ def test_a_model_without_images_refuses_them(chat: Chat, tmp_path: Path) -> None
             Chat(TOKENIZER).prompt([user(one)])
     with pytest.raises(TemplateError, match="images and audio are not supported"):
         chat.prompt([user(text("a")), {"role": "assistant", "content": [image()]}, user(text("b"))])
+
+
+def test_a_conversation_with_more_images_than_the_engine_takes_fails_before_it_is_asked(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    directory = save_tiny("qwen2_5_vl", tmp_path_factory.mktemp("limited"))
+    images = ImageProcessing.from_pretrained(directory, store=ImageStore(), max_per_prompt=1)
+    engine: Any = SimpleNamespace(max_model_len=256)  # without `generate`: it is not asked
+    record = CallRecord(
+        engine=engine, chat=Chat.from_pretrained(directory, images=images), sampling=Sampling(max_tokens=4), seed=0
+    )
+    conversation = record.open([user(image(), image(SECOND))])
+    with pytest.raises(TemplateError, match=r"has 2 images, model\.images\.max_per_prompt=1; raise it"):
+        asyncio.run(conversation.ask())
