@@ -7,7 +7,7 @@
 #           RECIPE=gsm8k_ppo         recipe of `make reproduce` (docs/recipes.md)
 #           ARGS="..."               settings for training, for example ARGS="algorithm=dr_grpo optimizer.lr=1e-4"
 #           NUM_PROCESSES=2          ranks of train-zero3
-#           TASK=chain               of `make train`: demo (the default), chain, reverse, or another file of
+#           TASK=chain               of `make train`: demo (the default), chain, reverse, squares, or another file of
 #                                    configs/experiment; of `make real`: names (the default), words, family, calculator
 #           PYTEST_ARGS="..."        for the test targets, for example PYTEST_ARGS="-k packing -x"
 #           TEST_WORKERS=3           processes of `make test` and `make test-long`; 0: one, in this terminal (for a debugger)
@@ -33,7 +33,7 @@ BASE ?=
 FILES ?=
 CHECK_SECONDS ?=
 EXPERIMENT = $(if $(filter experiment=%,$(ARGS)),,experiment=$(or $(TASK),demo))
-NEEDS = $(if $(filter-out demo chain reverse,$(TASK))$(filter experiment=%,$(ARGS)),install,model)
+NEEDS = $(if $(filter-out demo chain reverse squares,$(TASK))$(filter experiment=%,$(ARGS)),install,model)
 BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
 AUDIT := .venv-audit
@@ -68,9 +68,9 @@ environments: install ## Packages of other environments and agents, beside VENV,
 	$(ENVIRONMENTS)/agents/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(AGENTS)
 
 model: install ## Make the small demo model, if it is missing
-	@$(BIN)/python scripts/make_demo_model.py --task $(or $(filter chain reverse,$(TASK)),calculator)
+	@$(BIN)/python scripts/make_demo_model.py --task $(or $(filter chain reverse squares,$(TASK)),calculator)
 
-train: $(NEEDS) ## Train the demo model to use a calculator, or TASK=chain|reverse|...; settings in ARGS
+train: $(NEEDS) ## Train the demo model to use a calculator, or TASK=chain|reverse|squares|...; settings in ARGS
 	$(BIN)/python scripts/train.py $(EXPERIMENT) $(ARGS)
 
 train-zero3: $(NEEDS) ## Train on NUM_PROCESSES=2 processes with DeepSpeed ZeRO-3

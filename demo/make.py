@@ -23,10 +23,11 @@ from lockstep.demo.manifest import DEFAULT_ARCHITECTURE, DemoInfo, find_made, re
 from lockstep.demo.play import demonstrate, sampled_reward
 from lockstep.demo.tasks import TASKS, DemoTask, Row, draw_unique
 from lockstep.demo.tokenizer import train_tokenizer, untrained
+from lockstep.demo.vision import save_processor
 from lockstep.demo.warm_start import Recipe, new_model, warm_start
 from lockstep.rollout.errors import ConfigError
 
-TRAIN_ROWS, HELDOUT_ROWS = 4096, 256
+HELDOUT_ROWS = 256
 CORPUS_EPISODES = 400
 
 
@@ -40,16 +41,20 @@ def make_demo(
 ) -> DemoInfo:
     """Write `train.jsonl` and `heldout.jsonl` to `data_dir` and a model with tokenizer to `model_dir`.
 
-    Also writes `heldout_harder.jsonl` if the task has rows beyond its training distribution (chain: 3 and 4 hops).
+    Also writes `heldout_harder.jsonl` if the task has rows beyond its training distribution (chain: 3 and 4 hops), and
+    for a task with images their files and `heldout_swapped.jsonl`, in which each row has the image of the next one.
     Deterministic on one machine for a given seed. Takes about a minute; a second call with the same settings returns
     at once.
 
     Raises:
-        ConfigError: the task is unknown, or a directory holds files that this function did not make.
+        ConfigError: the task is unknown or has its own architecture, or a directory holds files that this function did
+            not make.
         TrainingError: the warm start missed its reward.
     """
     if task not in TASKS:
         raise ConfigError(f"unknown demo task {task!r}; expected one of {', '.join(TASKS)}")
+    if TASKS[task].draw_image is not None and architecture != DEFAULT_ARCHITECTURE:
+        raise ConfigError(f"task {task} has images, which {architecture} does not see; leave --architecture out")
     model_dir, data_dir = Path(model_dir), Path(data_dir)
     demo = find_made(task, model_dir, data_dir, seed, architecture)
     if demo is not None:
@@ -63,14 +68,16 @@ def make_demo(
 def _make(
     chosen: DemoTask, model_dir: Path, data_dir: Path, seed: int, console: Console, architecture: str
 ) -> DemoInfo:
-    task, recipe = chosen.name, Recipe()
+    task, recipe, sees_images = chosen.name, Recipe(), chosen.draw_image is not None
     recipe_key = recipe_hash(task, seed, architecture)  # now, because the code may be edited while this runs
 
     data = _write_data(chosen, data_dir, seed)
     rng = random.Random(seed)
-    corpus = demonstrate(chosen, data["train.jsonl"][:CORPUS_EPISODES], untrained(), rng, noisy=True)
-    tokenizer = train_tokenizer(episode.text for episode in corpus)
-    model = new_model(tokenizer, seed, architecture)
+    corpus = demonstrate(
+        chosen, data["train.jsonl"][:CORPUS_EPISODES], untrained(sees_images=sees_images), rng, noisy=True
+    )
+    tokenizer = train_tokenizer((episode.text for episode in corpus), sees_images=sees_images)
+    model = new_model(tokenizer, seed, architecture, sees_images=sees_images)
     num_parameters = model.num_parameters()
     console.print(
         f"{task}: {len(data['train.jsonl'])} training rows, {len(data['heldout.jsonl'])} held out; "
@@ -91,8 +98,10 @@ def _make(
     making = model_dir.with_name(f".{model_dir.name}.{os.getpid()}")
     model.save_pretrained(making)
     tokenizer.save_pretrained(making)
-    data_files = [data_dir / name for name in data]
-    write_manifest(making, recipe_key, info=info, model=list(making.iterdir()), data=data_files)
+    if sees_images:
+        save_processor(tokenizer, making)
+    data_files = [*data, *(image for rows in data.values() for row in rows for image in row.get("images", ()))]
+    write_manifest(making, recipe_key, info=info, model=list(making.iterdir()), data_dir=data_dir, data=data_files)
     if model_dir.exists():  # a demo of another recipe, or an empty directory: `find_made` has refused anything else
         shutil.rmtree(model_dir)
     making.replace(model_dir)
@@ -107,12 +116,20 @@ def make_rows(task: DemoTask, seed: int) -> dict[str, list[Row]]:
     """Return the rows of a task by file name. No question of a held-out file is in `train.jsonl`."""
     # One generator per file, so that a change of one size leaves the other files as they are.
     rows = {
-        "train.jsonl": draw_unique(task.draw, random.Random(f"{seed}-train"), TRAIN_ROWS, heldout=False),
+        "train.jsonl": draw_unique(task.draw, random.Random(f"{seed}-train"), task.train_rows, heldout=False),
         "heldout.jsonl": draw_unique(task.draw, random.Random(f"{seed}-heldout"), HELDOUT_ROWS, heldout=True),
     }
     if task.draw_harder is not None:
         harder = draw_unique(task.draw_harder, random.Random(f"{seed}-harder"), HELDOUT_ROWS, heldout=True)
         rows["heldout_harder.jsonl"] = harder
+    if task.draw_image is not None:
+        for name, file in rows.items():
+            for number, row in enumerate(file):
+                row["images"] = [f"images/{Path(name).stem}-{number:04}.png"]
+        heldout = rows["heldout.jsonl"]
+        others = [*heldout[1:], heldout[0]]
+        pictures = [{name: other[name] for name in ("square", "images")} for other in others]
+        rows["heldout_swapped.jsonl"] = [row | picture for row, picture in zip(heldout, pictures, strict=True)]
     return rows
 
 
@@ -178,6 +195,11 @@ def _write_data(task: DemoTask, data_dir: Path, seed: int) -> dict[str, list[Row
     files = make_rows(task, seed)
     for name, rows in files.items():
         _write_atomically(data_dir / name, "".join(json.dumps(row) + "\n" for row in rows))
+        for row in rows:
+            if task.draw_image is not None:
+                path = data_dir / row["images"][0]
+                path.parent.mkdir(exist_ok=True)
+                task.draw_image(row).save(path)
     return files
 
 

@@ -18,7 +18,7 @@ from lockstep.rollout.errors import ConfigError
 
 DEFAULT_ARCHITECTURE = "qwen3"
 ARCHITECTURE_NAMES = (DEFAULT_ARCHITECTURE, "qwen3_moe", "falcon_h1", "qwen3_next", "gpt_oss")
-TASK_NAMES = ("calculator", "chain", "reverse")
+TASK_NAMES = ("calculator", "chain", "reverse", "squares")
 MANIFEST = "lockstep_demo.json"
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -31,9 +31,11 @@ _RECIPE_SOURCES = (
     "demo/pretraining.py",
     "demo/tasks.py",
     "demo/tokenizer.py",
+    "demo/vision.py",
     "demo/warm_start.py",
     "rollout/environments/demo/calculator.py",
     "rollout/environments/demo/chain.py",
+    "rollout/environments/demo/squares.py",
 )
 
 
@@ -71,7 +73,7 @@ def find_made(
     except ValueError:
         return None
     roots = {"model": model_dir, "data": data_dir}
-    files = [(roots[name.split("/")[0]] / name.split("/")[1], digest) for name, digest in manifest["sha256"].items()]
+    files = [(roots[name.split("/")[0]] / name.split("/", 1)[1], digest) for name, digest in manifest["sha256"].items()]
     is_intact = all(file.is_file() and _sha256(file) == digest for file, digest in files)
     if manifest["recipe_hash"] != recipe_hash(task, seed, architecture) or not is_intact:
         return None
@@ -79,15 +81,24 @@ def find_made(
 
 
 def write_manifest(
-    directory: Path, recipe: str, *, info: Mapping[str, Any], model: Iterable[Path], data: Iterable[Path]
+    directory: Path,
+    recipe: str,
+    *,
+    info: Mapping[str, Any],
+    model: Iterable[Path],
+    data_dir: Path,
+    data: Iterable[str],
 ) -> None:
-    """Write the manifest to `directory`. recipe: its hash. info: the fields of `DemoInfo` without the directories."""
+    """Write the manifest to `directory`. recipe: its hash. info: the fields of `DemoInfo` without the directories.
+
+    data: names of files in `data_dir`.
+    """
     manifest = {
         "recipe_hash": recipe,
         "info": dict(info),
         "sha256": {
             **{f"model/{path.name}": _sha256(path) for path in sorted(model)},
-            **{f"data/{path.name}": _sha256(path) for path in sorted(data)},
+            **{f"data/{name}": _sha256(data_dir / name) for name in sorted(set(data))},
         },
     }
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -10,17 +10,20 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from PIL.Image import Image
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from lockstep.demo.tasks import DemoTask, Row, answer_text
-from lockstep.demo.tokenizer import TURN_END
+from lockstep.demo.tokenizer import IMAGE, TURN_END
+from lockstep.demo.vision import expanded, image_inputs
 from lockstep.rollout.chat.tool_calls import parse_hermes
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import environment_of
 from lockstep.rollout.episode.environment import Environment, RunsItself
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, image_parts
 
 MAX_TURN_TOKENS = 48
 
@@ -32,6 +35,8 @@ class Episode:
     environment: Environment
     text: str
     spans: list[tuple[int, int]] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    """In the order of their tokens in the text."""
     last_reply: str = ""
     last_turn: str = ""
     done: bool = False
@@ -43,13 +48,19 @@ class Demonstration:
 
     ids: list[int]
     is_learned: list[bool]
+    images: Sequence[Image] = ()
 
 
 async def begin(task: DemoTask, row: Row, tokenizer: PreTrainedTokenizerFast) -> Episode:
     environment = environment_of(make_environment(task.name), row)
     assert not isinstance(environment, RunsItself), "tasks of the demo have turns to play"
     messages = await environment.reset(row)
-    return Episode(environment=environment, text=_render(tokenizer, messages, environment))
+    images: list[Image] = []
+    if task.draw_image is not None:
+        images = [task.draw_image(row)]
+        parts = [{"type": "image"}, {"type": "text", "text": messages[-1]["content"]}]
+        messages = [*messages[:-1], {**messages[-1], "content": parts}]
+    return Episode(environment=environment, text=expanded(_render(tokenizer, messages, environment)), images=images)
 
 
 async def advance(episode: Episode, turn: str) -> None:
@@ -62,8 +73,11 @@ async def advance(episode: Episode, turn: str) -> None:
     episode.done = step.done
     if step.done:
         return
-    episode.last_reply = str(step.messages[-1]["content"])
-    responses = "".join(f"\n<tool_response>\n{message['content']}\n</tool_response>" for message in step.messages)
+    replies = [_content_text(message["content"]) for message in step.messages]
+    episode.last_reply = replies[-1]
+    for message in step.messages:
+        episode.images += [part["image"] for part in image_parts(message)]
+    responses = expanded("".join(f"\n<tool_response>\n{reply}\n</tool_response>" for reply in replies))
     episode.text += f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -101,7 +115,7 @@ def tokenize(episode: Episode, tokenizer: PreTrainedTokenizerFast) -> Demonstrat
         any(start <= first and last <= end for start, end in episode.spans)
         for first, last in encoding["offset_mapping"]
     ]
-    return Demonstration(ids=encoding["input_ids"], is_learned=is_learned)
+    return Demonstration(ids=encoding["input_ids"], is_learned=is_learned, images=episode.images)
 
 
 @torch.no_grad()
@@ -123,7 +137,12 @@ def sampled_reward(
             if not open_episodes:
                 break
             turns = _sample_turns(
-                model, tokenizer, [episode.text for episode in open_episodes], generator, greedy=greedy
+                model,
+                tokenizer,
+                [episode.text for episode in open_episodes],
+                generator,
+                greedy=greedy,
+                images=[image for episode in open_episodes for image in episode.images],
             )
             for episode, turn in zip(open_episodes, turns, strict=True):
                 await advance(episode, turn)
@@ -144,24 +163,30 @@ def _sample_turns(
     generator: torch.Generator,
     *,
     greedy: bool,
+    images: Sequence[Image] = (),
 ) -> list[str]:
-    """Sample one assistant turn for each text, without its end-of-turn token."""
+    """Sample one assistant turn for each text, without its end-of-turn token. images: those of all texts in order."""
     prompt = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     ids_BT, mask_BT = prompt["input_ids"], prompt["attention_mask"]
     end_id = tokenizer.convert_tokens_to_ids(TURN_END)
     cache = DynamicCache(config=model.config)
     sampled_ids: list[torch.Tensor] = []
     ended_B = torch.zeros(len(texts), dtype=torch.bool)
+    inputs = {"position_ids": (mask_BT.cumsum(1) - 1).clamp(min=0)}
+    if images:
+        inputs = image_inputs(model, ids_BT, mask_BT, images)
     while len(sampled_ids) < MAX_TURN_TOKENS and not ended_B.all():
-        positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         logits_BV = model(
             input_ids=ids_BT,
             attention_mask=mask_BT,
-            position_ids=positions_BT,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **inputs,
         ).logits[:, -1]
+        inputs = {"position_ids": inputs["position_ids"][..., -1:] + 1}
+        if images:
+            logits_BV[:, model.config.image_token_id] = -torch.inf  # it would stand for an image that is not there
         if greedy:
             ids_BT = logits_BV.argmax(-1, keepdim=True)
         else:
@@ -171,6 +196,13 @@ def _sample_turns(
         mask_BT = torch.cat([mask_BT, torch.ones_like(ids_BT)], dim=1)
     turns = torch.stack(sampled_ids, dim=1).tolist()
     return [str(tokenizer.decode(ids)).split(TURN_END)[0] for ids in turns]
+
+
+def _content_text(content: Any) -> str:
+    """Return the text of a message, with images as the template writes them."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", f"<|vision_start|>{IMAGE}<|vision_end|>") for part in content)
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], environment: Environment) -> str:

@@ -35,13 +35,16 @@ def descend(
     optimizer.step()
 
 
-def next_token_loss(model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+def next_token_loss(
+    model: PreTrainedModel, ids_BT: Tensor, labels_BT: Tensor | None = None, **inputs: Tensor
+) -> Tensor:
     """Return the mean cross-entropy of next-token prediction.
 
     Args:
         ids_BT: padded on the right if at all: with causal attention, tokens do not see padding behind them.
         labels_BT: the ids, or `IGNORED`; None: all ids are learned.
+        inputs: further ones of the model, such as images.
     """
-    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    logits_BTV = model(input_ids=ids_BT, use_cache=False, **inputs).logits
     labels_BT = ids_BT if labels_BT is None else labels_BT
     return cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)

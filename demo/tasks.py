@@ -14,10 +14,14 @@ import json
 import random
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.rollout.environments.demo.calculator import evaluate
+from lockstep.rollout.environments.demo.squares import COLORS, PATTERNS, QUARTERS, SIDE, draw_picture
 from lockstep.trainer.data.split import is_heldout
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Row = dict[str, Any]
 Player = Generator[str, str, None]
@@ -37,6 +41,10 @@ class DemoTask:
     """Draw a row beyond it, for the evaluation of generalization only."""
     play: Callable[[Row, random.Random, bool], Player]
     """Return a player of a row; the last argument is True for noise."""
+    draw_image: Callable[[Row], Image] | None = None
+    """Draw the image in front of a row's question; None: a task of texts."""
+    train_rows: int = 4096
+    """Number of rows to train on. Each has a file of its own if the task has images."""
 
 
 def draw_unique(draw: Callable[[random.Random], Row], rng: random.Random, count: int, *, heldout: bool) -> list[Row]:
@@ -44,9 +52,14 @@ def draw_unique(draw: Callable[[random.Random], Row], rng: random.Random, count:
     rows: dict[str, Row] = {}
     while len(rows) < count:
         row = draw(rng)
-        if is_heldout(row["question"]) == heldout:
+        if is_heldout(identity(row)) == heldout:
             rows.setdefault(json.dumps(row), row)
     return list(rows.values())
+
+
+def identity(row: Row) -> str:
+    """Return the text by which a row is held out: its question, or its picture, since all have one question."""
+    return json.dumps(row["square"]) if "square" in row else row["question"]
 
 
 def answer_text(answer: str) -> str:
@@ -154,11 +167,51 @@ def _play_reverse(row: Row, rng: random.Random, noisy: bool) -> Player:
     yield answer_text(" ".join(digits))
 
 
+def _draw_square(rng: random.Random) -> Row:
+    color, pattern, half = rng.choice(sorted(COLORS)), rng.choice(PATTERNS), SIDE // 2
+    column, line = rng.choice(list(QUARTERS.values()))
+    size = rng.randrange(72, 96, 4)
+    # It covers what `zoom` shows.
+    left, top = (rng.randrange(max(8, 84 - size), min(28, half - 8 - size) + 1, 4) for _ in range(2))
+    square = [half * column + left, half * line + top, size, color, pattern]
+    return {"question": "which square is this?", "answer": f"{color} {pattern}", "square": square}
+
+
+def _draw_row_image(row: Row) -> Image:
+    return draw_picture(row["square"])
+
+
+def _play_square(row: Row, rng: random.Random, noisy: bool) -> Player:
+    left, top, _, color, pattern = row["square"]
+    if noisy and rng.random() < 0.6:
+        yield answer_text(f"{color} {rng.choice(PATTERNS)}")
+        return
+    place = (left >= SIDE // 2, top >= SIDE // 2)
+    quarter = next(name for name, at in QUARTERS.items() if at == place)
+    if noisy and rng.random() < 0.15:
+        quarter = rng.choice(list(QUARTERS))
+    call = tool_call_text("zoom", {"quarter": quarter})
+    if noisy and rng.random() < 0.04:
+        yield _broken(call)
+    yield call
+    is_seen = QUARTERS[quarter] == place and not (noisy and rng.random() < 0.15)
+    yield answer_text(f"{color} {pattern if is_seen else rng.choice(PATTERNS)}")
+
+
 TASKS: dict[str, DemoTask] = {
     task.name: task
     for task in (
         DemoTask(name="calculator", max_turns=3, draw=_draw_calculator, draw_harder=None, play=_play_calculator),
         DemoTask(name="chain", max_turns=6, draw=_draw_chain, draw_harder=_draw_long_chain, play=_play_chain),
         DemoTask(name="reverse", max_turns=1, draw=_draw_reverse, draw_harder=None, play=_play_reverse),
+        DemoTask(
+            name="squares",
+            max_turns=3,
+            draw=_draw_square,
+            draw_harder=None,
+            play=_play_square,
+            draw_image=_draw_row_image,
+            train_rows=1024,
+        ),
     )
 }

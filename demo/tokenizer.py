@@ -8,7 +8,7 @@ same conversation tokenized at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +19,9 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
 # As in Qwen3, single tokens that are not special: decoding keeps them, and a parser reads them.
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+IMAGE = "<|image_pad|>"
+VISION_TOKENS = ("<|vision_start|>", IMAGE, "<|video_pad|>", "<|vision_end|>")
+"""Special tokens of models that see images."""
 
 CHAT_TEMPLATE = """\
 {%- set opening = messages[0].content if messages[0].role == 'system' else '' %}
@@ -65,18 +68,37 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
+_CONTENT_MACRO = """\
+{%- macro text(content) %}
+    {%- if content is string %}{{- content }}{%- else %}
+        {%- for part in content %}
+            {{- part.text if part.type == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+"""
+VISION_TEMPLATE = _CONTENT_MACRO + CHAT_TEMPLATE.replace("+ message.content +", "+ text(message.content) +")
+"""`CHAT_TEMPLATE` with images in messages of users and tools."""
 
-def untrained() -> PreTrainedTokenizerFast:
+
+def untrained(*, sees_images: bool = False) -> PreTrainedTokenizerFast:
     """Return the tokenizer without merges, which renders the training corpus."""
-    return _wrap(_byte_level([]))
+    return train_tokenizer([], sees_images=sees_images)
 
 
-def train_tokenizer(conversations: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of at most `VOCAB_SIZE` ids on rendered conversations."""
-    return _wrap(_byte_level(conversations))
+def train_tokenizer(conversations: Iterable[str], *, sees_images: bool = False) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of at most `VOCAB_SIZE` ids on rendered conversations.
+
+    sees_images: with the tokens around images, and a template that writes them.
+    """
+    if not sees_images:
+        return _wrap(_byte_level(conversations, SPECIAL_TOKENS))
+    tokenizer = _wrap(_byte_level(conversations, SPECIAL_TOKENS + VISION_TOKENS))
+    tokenizer.chat_template = VISION_TEMPLATE
+    return tokenizer
 
 
-def _byte_level(corpus: Iterable[str]) -> Tokenizer:
+def _byte_level(corpus: Iterable[str], special: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -88,7 +110,7 @@ def _byte_level(corpus: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(MARKUP_TOKENS),
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -101,7 +123,7 @@ def _byte_level(corpus: Iterable[str]) -> Tokenizer:
 def _without_markup(corpus: Iterable[str]) -> Iterable[str]:
     """Split texts at special tokens, which the trainer does not do."""
     for text in corpus:
-        for token in (*SPECIAL_TOKENS, *MARKUP_TOKENS):
+        for token in (*SPECIAL_TOKENS, *VISION_TOKENS, *MARKUP_TOKENS):
             text = text.replace(token, "\0")
         yield from (piece for piece in text.split("\0") if piece)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 from lockstep.demo.architectures import ARCHITECTURES
 from lockstep.demo.manifest import DEFAULT_ARCHITECTURE
@@ -20,6 +20,7 @@ from lockstep.demo.play import Demonstration, demonstrate, sampled_reward, token
 from lockstep.demo.pretraining import IGNORED, descend, make_adam, next_token_loss, sample_from_everything
 from lockstep.demo.tasks import DemoTask, draw_unique
 from lockstep.demo.tokenizer import PAD, TURN_END
+from lockstep.demo.vision import image_inputs, vision_config
 from lockstep.rollout.errors import TrainingError
 
 SKILLED = 0.9
@@ -52,17 +53,26 @@ Report = Callable[[str, int, float, float | None], None]
 
 
 def new_model(
-    tokenizer: PreTrainedTokenizerFast, seed: int, architecture: str = DEFAULT_ARCHITECTURE
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    architecture: str = DEFAULT_ARCHITECTURE,
+    *,
+    sees_images: bool = False,
 ) -> PreTrainedModel:
-    """Make a model with random weights, one of `ARCHITECTURES`; the Qwen3 has about 0.6 M parameters."""
-    end_id, pad_id = (tokenizer.get_vocab()[token] for token in (TURN_END, PAD))
-    config = ARCHITECTURES[architecture](vocab_size=len(tokenizer), eos_token_id=end_id, pad_token_id=pad_id)
+    """Make a model with random weights, one of `ARCHITECTURES`; the Qwen3 has about 0.6 M parameters.
+
+    sees_images: a Qwen2.5-VL instead.
+    """
+    vocabulary = tokenizer.get_vocab()
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": vocabulary[TURN_END], "pad_token_id": vocabulary[PAD]}
+    config = vision_config(vocabulary, **tokens) if sees_images else ARCHITECTURES[architecture](**tokens)
+    make = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = make.from_config(config)
     generation = model.generation_config
     assert generation is not None
-    generation.eos_token_id, generation.pad_token_id = end_id, pad_id
+    generation.eos_token_id, generation.pad_token_id = tokens["eos_token_id"], tokens["pad_token_id"]
     sample_from_everything(model)
     return model
 
@@ -136,4 +146,6 @@ def imitation_loss(model: PreTrainedModel, demonstrations: Sequence[Demonstratio
         ids = torch.tensor(item.ids)
         ids_BT[index, : len(ids)] = ids
         labels_BT[index, : len(ids)] = torch.where(torch.tensor(item.is_learned), ids, IGNORED)
-    return next_token_loss(model, ids_BT, labels_BT)
+    images = [image for item in demonstrations for image in item.images]
+    inputs = image_inputs(model, ids_BT, torch.ones_like(ids_BT), images) if images else {}
+    return next_token_loss(model, ids_BT, labels_BT, **inputs)

@@ -20,8 +20,8 @@ def run(config: Config) -> None:
     settings = make_gateway_settings(config.gateway, config.model)
     urls = ", ".join(config.rollout.urls)
     print(f"waiting for {urls} ..." if urls else f"starting the engine with {config.model.path} ...", flush=True)
-    with open_engine(config) as engine:
-        chat = make_chat(config.model, history=config.environment.history)
+    chat = make_chat(config.model, history=config.environment.history)
+    with open_engine(config, chat.images) as engine:
         temperatures = dict.fromkeys([config.rollout.temperature, config.eval.temperature])
         sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
         samplings = [replace(sampling, temperature=temperature) for temperature in temperatures]

@@ -26,6 +26,7 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.start import open_engine
 from lockstep.trainer.model.decoder import decoder_setup
+from lockstep.trainer.model.layers.vision import image_source
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.run.library_logs import quiet_third_parties
 from lockstep.trainer.score.scorer import Scorer
@@ -49,7 +50,8 @@ def run(
     """
     quiet_third_parties()
     console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
-    chat = make_chat(config.model, history=config.environment.history)
+    media = None if rollouts is None else rollouts.resolve().parent.parent / "media"  # of the run that saved them
+    chat = make_chat(config.model, history=config.environment.history, media=media)
     if rollouts is not None:
         console.print(f"rollouts     {rollouts}", markup=False)
         case = Case(name="saved_rollouts", purpose="rollouts saved by a run", rollouts=load_rollouts(rollouts))
@@ -60,7 +62,7 @@ def run(
     else:
         console.print(f"starting the engine with {config.model.path} ...", markup=False)
         # As in training, the engine starts first, so that it does not inherit threads of a computing model.
-        with open_engine(config) as engine:
+        with open_engine(config, chat.images) as engine:
             cases = engine.loop.run(sample_cases(config, engine=engine, chat=chat))
             with open_examiner(config, chat, engine=engine) as examiner:
                 diagnosis = examiner.examine(cases, variant)
@@ -86,10 +88,11 @@ def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> I
             raise ConfigError("the diagnosis runs in one process; start it with `lockstep diagnose`")
         policy = load_policy(config.model, decoder_setup(config.model, config.rotary_context))
         module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
+        images = None if chat.images is None else image_source(policy.causal_lm.config, chat.images.prepared)
 
         def score(batch: StepBatch, *, temperature: float, alone: bool = False) -> Tensor:
             budget = 1 if alone else config.pack_tokens  # rows above the budget are packed alone
-            settings = {"token_budget": budget, "share_prefixes": config.share_prefixes}
+            settings = {"token_budget": budget, "share_prefixes": config.share_prefixes, "images": images}
             return Scorer(module, distributed, temperature=temperature, **settings).score(batch)
 
         yield Examiner(

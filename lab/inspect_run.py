@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lockstep.lab.pages.thumbnails import sized_mark
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
@@ -91,7 +92,7 @@ def show_run(run: Path, *, step: int | None, selection: Selection, all_metrics: 
     if not shown_rollouts:
         console.print(f"none of the {len(rollouts)} rollouts of this step is one of those")
     for rollout in shown_rollouts:
-        RunConsole(enabled=True, total_updates=0).sample(rollout)
+        RunConsole(enabled=True, total_updates=0).sample(rollout, sized_mark(run / "media"))
         if with_tokens:
             _print_tokens(console, rollout, run)
     return 0
@@ -111,11 +112,18 @@ def _tokenizer(model: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _print_tokens(console: Console, rollout: Rollout, run: Path) -> None:
-    tokenizer = _tokenizer(run / "model")
+    tokenizer, mark = _tokenizer(run / "model"), sized_mark(run / "media")
     for number, row in enumerate(rows_from_calls(rollout.calls, rollout_id=rollout.rollout_id)):
         console.print(f"row {number}: {len(row)} tokens, {row.num_trained} trained")
+        starts = {image.start: image for image in row.images}
+        inner = {i for image in row.images for i in range(image.start + 1, image.end)}
         for i, token in enumerate(row.ids.tolist()):
+            if i in inner:
+                continue
             piece = repr(tokenizer.decode([token])) if tokenizer and token < len(tokenizer) else ""
+            if image := starts.get(i):
+                name = mark({"type": "image", "digest": image.digest})
+                piece = terminal_safe(f"{name} {image.end - image.start} tokens")
             style = "bold" if row.loss_mask[i] else "dim"
             logprob = f"{row.sampling_logprobs[i]:9.4f}" if row.loss_mask[i] else " " * 9
             turn = f"turn {row.turns[i]:3d}" if row.loss_mask[i] else " " * 8

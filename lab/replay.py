@@ -33,11 +33,13 @@ from lockstep.rollout.records import Rollout
 from lockstep.rollout.saved_rollouts import check_ids, read_rollouts
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.plain_files import behind_link
+from lockstep.trainer.batch.packed_images import ImageSource
 from lockstep.trainer.batch.saved_scores import FILE_SUFFIX, SavedScores
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint import stored
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.collect.groups import Collected, is_kept
 from lockstep.trainer.compose import schema, to_config, type_problem
@@ -52,6 +54,7 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.run_engines import start_engines
 from lockstep.trainer.model.critic import with_critic
 from lockstep.trainer.model.decoder import decoder_setup
+from lockstep.trainer.model.layers.vision import image_source
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.metrics_log import BATCH, read_metrics
 from lockstep.trainer.run.assembly import make_sync
@@ -244,6 +247,7 @@ class _Replay:
         self._console = RunConsole(enabled=distributed.is_main, total_updates=0)
         self.say = self._console.say
         self._state: TrainerState | None = None
+        self._images: ImageSource | None = None
 
     def train(self, step: SavedStep) -> bool:
         config, distributed = self._config, self._distributed
@@ -281,7 +285,7 @@ class _Replay:
             updater=self._updater,
             # A stand-in with the method that a step calls.
             rollouts=SimpleNamespace(collect=lambda *_: collection),  # type: ignore[arg-type]
-            reference=make_reference(config, distributed, self._module),
+            reference=make_reference(config, distributed, self._module, self._images),
             teacher=teacher,  # type: ignore[arg-type]
         )
         trainer.num_steps = step.num_steps
@@ -362,14 +366,16 @@ class _Replay:
         if distributed.world_size > 1:
             raise ConfigError("--sample runs in one process; start it with `lockstep replay`")
         with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as logs, BackgroundLoop() as loop:
-            engines = start_engines(config, distributed, loop=loop, logs=Path(logs))
+            chat = make_chat(config.model, history=config.environment.history, media=RunDirectory(self._run).media)
+            engines = start_engines(config, distributed, loop=loop, logs=Path(logs), images=chat.images)
             assert engines.pool is not None
             rewards = make_rewards(config)
             try:
                 rewards.load()
                 self._restore(step.weights_update)
-                make_sync(config, distributed, self._updater, engines=engines.synced).push(step.weights_update)
-                chat = make_chat(config.model, history=config.environment.history)
+                make_sync(config, distributed, self._updater, engines=engines.synced, images=chat.images).push(
+                    step.weights_update
+                )
                 samples = loop.run(
                     make_sampler(config, engine=engines.pool, chat=chat).collect(
                         [group[0].example for group in step.groups],
@@ -406,7 +412,11 @@ class _Replay:
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         self._module = distributed.prepare(module, optimizer)
         sources = [] if demonstrations is None else [demonstrations]
-        self._updater = Updater(self._module, distributed, config, given=sources)
+        if config.model.sees_images:
+            chat = make_chat(config.model, history=config.environment.history, media=RunDirectory(run).media)
+            assert chat.images is not None
+            self._images = image_source(policy.causal_lm.config, chat.images.prepared)
+        self._updater = Updater(self._module, distributed, config, given=sources, images=self._images)
         self._updater.num_updates = update
         candidates = checkpoints_up_to(run, update)
         newest, path = next((one for one in candidates if stored.check(one[1]) is None), (0, None))

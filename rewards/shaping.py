@@ -101,8 +101,8 @@ def turn_rewards(rollout: Rollout, *, reported: bool) -> np.ndarray:
 
 
 def turn_states(rollout: Rollout) -> Sequence[Any]:
-    """Return the state before each turn: as the environment reports it, else the token ids of the conversation."""
-    return rollout.outcome.get(TURN_STATES) or [call.prompt_ids for call in rollout.calls]
+    """Return the state before each turn: as the environment reports it, else the conversation, images included."""
+    return rollout.outcome.get(TURN_STATES) or [call.state for call in rollout.calls]
 
 
 def _turn_states_problem(rollout: Rollout) -> str | None:

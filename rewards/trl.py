@@ -6,6 +6,8 @@
     log_extra, log_metric   columns of the saved rollouts, and metrics `reward/<function>/metric/<name>`
     others                  columns of the data rows, and facts that the environment reports, as lists
 
+Images are PIL images, in columns `images` and `image` and in parts `{"type": "image", "image": ...}` of messages.
+
 Not covered: `environments`, TRL's instances of environments.
 """
 
@@ -23,9 +25,9 @@ from lockstep.rewards.batches import BatchReward, plain
 from lockstep.rewards.meter import METRIC, Meter, current
 from lockstep.rewards.outcomes import MAX_DETAIL_CHARS, logged_value
 from lockstep.rollout.chat.messages import normalize_messages
-from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.environments.prompt import IMAGE_COLUMNS, PromptReader
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.records import Message, Rollout, content_text, is_stored_image
 from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.system.deadline import function_name
 
@@ -57,7 +59,7 @@ def from_trl(function: Callable[..., Any], *, conversational: bool | None = None
         spans = [span for rollout in rollouts for call in rollout.calls for span in call.version_spans]
         updates, meter = max((span.version for span in spans), default=0), current()
         everything = {
-            **{column: [copy.deepcopy(row.get(column)) for row in rows] for column in columns},
+            **{column: [_column(column, row.get(column)) for row in rows] for column in columns},
             "prompts": [prompt for prompt, _ in halves],
             "completions": [completion for _, completion in halves],
             "completion_ids": [[token for call in rollout.calls for token in call.sampled_ids] for rollout in rollouts],
@@ -103,17 +105,50 @@ def _content(turn: Message) -> str:
 def _halves(rollout: Rollout, conversational: bool | None) -> tuple[Any, Any]:
     """Return prompt and completion: texts, or messages with arguments as objects.
 
-    As in TRL, reasoning is part of the content unless the completion calls tools.
+    As in TRL, reasoning is part of the content unless the completion calls tools, and prompts with images are messages.
     """
     question, column = (rollout.prompt or ({},))[-1].get("content"), PromptReader().find(rollout.example)
     values = rollout.example.values() if column is None else [rollout.example[column]]
     is_text = any(isinstance(value, str) and (column is not None or value == question) for value in values)
+    is_text = is_text and not any(map(_has_images, rollout.prompt))
     if is_text if conversational is None else not conversational:
-        return str(question or ""), sampled_text(rollout)
-    turns = normalize_messages(rollout.completion)
+        return content_text({"content": question}), sampled_text(rollout)
+    turns = normalize_messages(rollout.completion, sees_images=True)
     if not any(turn.get("tool_calls") for turn in turns):
-        turns = [{**turn, "content": _content(turn)} for turn in turns]
-    return [copy.deepcopy(dict(message)) for message in rollout.prompt], turns
+        turns = [{**turn, "content": _content(turn)} if isinstance(turn["content"], str) else turn for turn in turns]
+    return [_opened(copy.deepcopy(dict(message))) for message in rollout.prompt], [_opened(turn) for turn in turns]
+
+
+def _has_images(message: Message) -> bool:
+    """True for a message with images of the run."""
+    content = message.get("content")
+    return isinstance(content, list | tuple) and any(map(is_stored_image, content))
+
+
+def _opened(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the pixels of its images. Raises `DataError`."""
+    if not _has_images(message):
+        return message
+    parts = [
+        {"type": "image", "image": _pixels(part)} if is_stored_image(part) else part for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def _column(name: str, value: Any) -> Any:
+    """Return a copy of a value of a row, for columns of images with their pixels. Raises `DataError`."""
+    if name in IMAGE_COLUMNS:
+        if isinstance(value, list | tuple):
+            return [_column(name, item) for item in value]
+        if is_stored_image(value):
+            return _pixels(value)
+    return copy.deepcopy(value)
+
+
+def _pixels(part: Mapping[str, Any]) -> Any:
+    from lockstep.rollout.media.run_images import open_image  # functions of texts do not load it
+
+    return open_image(part)
 
 
 def log_column(meter: Meter, count: int, column: str, values: Sequence[Any]) -> None:

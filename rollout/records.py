@@ -12,8 +12,9 @@ Most prompts of a rollout extend an earlier call. A rollout stores for each of t
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import chain
@@ -26,9 +27,35 @@ from lockstep.rollout.safe_text import safe_text
 
 # vLLM's value for positions without a logprob; never evidence.
 ENGINE_FILLER_LOGPROB = -9999.0
+IMAGE_DIGEST = re.compile("[0-9a-f]{64}")
+"""SHA-256 as it is written."""
 
 Message = Mapping[str, Any]
 """Chat message in the OpenAI format: role, content, and optionally tool_calls, reasoning_content, name."""
+
+
+def content_text(message: Message, mark: Callable[[Any], str] = lambda part: f"[{part.get('type')}]") -> str:
+    """Return the text of a message, joining its parts. mark: writes a part without text, such as an image."""
+    content = message.get("content") or ""
+    if isinstance(content, list | tuple):
+        return " ".join(str(part.get("text") or mark(part)) for part in content)
+    return str(content)
+
+
+def image_parts(message: Message) -> list[Mapping[str, Any]]:
+    """Return the parts of a message that are images, or places for them."""
+    content = message.get("content")
+    return [part for part in content if is_image_part(part)] if isinstance(content, list | tuple) else []
+
+
+def is_image_part(part: Any) -> bool:
+    """True for a part of a message that is an image, in any form."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def is_stored_image(part: Any) -> bool:
+    """True for the part of a message that is an image of the run, named by its digest."""
+    return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("digest"), str)
 
 
 class DataRow(dict[str, Any]):
@@ -107,6 +134,49 @@ class VersionSpan:
     @property
     def values(self) -> tuple[int, int, int]:
         return self.version, self.start, self.end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpan:
+    """Image of a prompt: the token ids `[start, end)` stand for it, and none of them is ever trained."""
+
+    start: int
+    end: int
+    digest: str
+    """SHA-256 of the image, by which its pixels are found (`rollout/media/`)."""
+
+    def shifted(self, by: int) -> ImageSpan:
+        return replace(self, start=self.start + by, end=self.end + by)
+
+
+class PromptIds(list[int]):
+    """Token ids of a prompt, with its images. A list of the same ids is equal only to one without images."""
+
+    def __init__(self, ids: Iterable[int] = (), images: Iterable[ImageSpan] = ()) -> None:
+        super().__init__(ids)
+        self.images = tuple(images)
+        """In the order of their ids."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, list) and list.__eq__(self, other) and self.images == getattr(other, "images", ())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def ids_with_images(ids: tuple[int, ...], images: Sequence[ImageSpan]) -> tuple[int, ...]:
+    """Return the ids with the first one of each image replaced by a negative number of its digest.
+
+    Two prompts are equal, or begin alike, where these are: the ids of two images may be the same.
+    """
+    if not images:
+        return ids
+    marked = list(ids)
+    for image in images:
+        marked[image.start] = -1 - (int(image.digest[:16], 16) >> 1)
+    return tuple(marked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -259,8 +329,8 @@ class EngineCall:
 
     Raises `EvidenceError` for counts that disagree, ids that are not non-negative integers, logprobs that are no
     numbers, non-finite, positive or the engine's filler, version spans that do not tile the tokens, a sampled token
-    outside its support, and routes of another number of tokens. Nothing is converted: the text "-0.5" and False are not
-    logprobs.
+    outside its support, routes of another number of tokens, and images that are not one after the other inside the
+    prompt. Nothing is converted: the text "-0.5" and False are not logprobs.
     """
 
     prompt: Prompt
@@ -272,6 +342,8 @@ class EngineCall:
     support: SamplingSupport | None = None
     routes: Routes | None = None
     """Experts of all tokens but the last sampled one, which the engine did not compute. None: not asked for."""
+    images: tuple[ImageSpan, ...] = ()
+    """Images of the prompt, in the order of their ids."""
 
     def __init__(
         self,
@@ -283,12 +355,13 @@ class EngineCall:
         version_spans: tuple[VersionSpan, ...] = (),
         support: SamplingSupport | None = None,
         routes: Routes | None = None,
+        images: tuple[ImageSpan, ...] = (),
         prompt: Prompt | None = None,
     ) -> None:
         """Give the prompt as `prompt_ids`, or as a `prompt` that shares ids with an earlier call."""
         if prompt_ids is not None or prompt is None:
             prompt = Prompt(own_ids=prompt_ids or ())
-        values = (prompt, sampled_ids, sampled_logprobs, finish_reason, version_spans, support, routes)
+        values = (prompt, sampled_ids, sampled_logprobs, finish_reason, version_spans, support, routes, images)
         for entry, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, entry.name, value)
         self._check()
@@ -330,6 +403,15 @@ class EngineCall:
                 f"engine call: routed experts of {len(self.routes)} tokens, expected {len(self.prompt) + n - 1}: those "
                 "of the prompt and of all sampled tokens but the last"
             )
+        end = 0
+        for image in self.images:
+            if not (type(image.start) is type(image.end) is int and end <= image.start < image.end):
+                raise EvidenceError(f"engine call: images {self.images!r:.200} do not follow each other in the prompt")
+            if not isinstance(image.digest, str) or not IMAGE_DIGEST.fullmatch(image.digest):
+                raise EvidenceError(f"engine call: the image at {image.start} has no SHA-256, but {image.digest!r:.80}")
+            end = image.end
+        if end > len(self.prompt):
+            raise EvidenceError(f"engine call: an image ends at token {end} of a prompt of {len(self.prompt)}")
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -338,6 +420,11 @@ class EngineCall:
     @property
     def all_ids(self) -> tuple[int, ...]:
         return self.prompt_ids + self.sampled_ids
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The prompt as `ids_with_images`: equal for equal prompts only."""
+        return ids_with_images(self.prompt_ids, self.images)
 
     @property
     def oldest_version(self) -> int:
@@ -353,12 +440,12 @@ class PromptSharing:
 
     def __init__(self) -> None:
         self._tips: list[tuple[EngineCall, tuple[int, ...]]] = []
-        """Last calls of the latest conversations with all their ids, the latest at the end."""
+        """Last calls of the latest conversations with all their ids (`ids_with_images`), the latest at the end."""
 
     def add(self, call: EngineCall) -> EngineCall:
         """Return an equal call whose prompt builds on the call with which it shares most ids."""
-        ids = call.prompt_ids
-        tip, num_shared = self._longest_prefix(ids)
+        ids, path = call.prompt_ids, call.state
+        tip, num_shared = self._longest_prefix(path)
         if tip is not None:
             base = self._tips[tip][0]
             prompt = Prompt(own_ids=ids[num_shared:], base=base, num_shared=num_shared)
@@ -366,7 +453,7 @@ class PromptSharing:
             call = replace(call, prompt=prompt, routes=routes)
             if num_shared == len(base.prompt) + len(base.sampled_ids):
                 del self._tips[tip]  # its ids are part of the new tip
-        self._tips = [*self._tips[-MAX_TIPS + 1 :], (call, ids + call.sampled_ids)]
+        self._tips = [*self._tips[-MAX_TIPS + 1 :], (call, path + call.sampled_ids)]
         return call
 
     def _longest_prefix(self, ids: tuple[int, ...]) -> tuple[int | None, int]:
@@ -481,7 +568,7 @@ class Rollout:
     @property
     def answer(self) -> str:
         """Text of the last sampled turn, without surrounding space; empty without one, and if it only calls tools."""
-        return str(self.messages[self.sampled_at[-1]].get("content") or "").strip() if self.sampled_at else ""
+        return content_text(self.messages[self.sampled_at[-1]]).strip() if self.sampled_at else ""
 
     @property
     def num_prompt_messages(self) -> int:
@@ -543,6 +630,8 @@ class TrainingRow:
     """Support of the trained tokens only, in order."""
     routes: np.ndarray | None = None
     """(at most L, layers, k) unsigned experts of the first tokens of the row; later tokens have none."""
+    images: tuple[ImageSpan, ...] = ()
+    """Images of the row, in the order of their tokens."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", "sampling_logprobs", "versions", "turns")}

@@ -6,6 +6,7 @@ verdicts clean their text when they are made, so no later reader has to.
 
 from __future__ import annotations
 
+import re
 import sys
 
 MAX_CHARS = 20_000
@@ -35,6 +36,11 @@ def error_text(error: BaseException) -> str:
         return safe_text(str(error))
     except Exception:
         return "(its message cannot be printed)"
+
+
+def without_addresses(text: str) -> str:
+    """Return the text of an error without objects and their addresses, which differ between processes."""
+    return re.sub(r" <[^<>]* object at 0x[0-9a-f]+>", "", text)
 
 
 def print_error(error: object) -> None:

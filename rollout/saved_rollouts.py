@@ -6,6 +6,9 @@ prompt, as all calls in files of earlier versions.
 
 Routes (`correction.routing_replay=engine`) are compressed, and shared between calls as prompts are: about (experts per
 token x layers) bytes per token, of which a trained router's take less.
+
+Images are named by their digests, in messages and calls alike; their pixels are in the store of the run
+(`rollout/media/store.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from lockstep.rollout.records import (
     Cause,
     EngineCall,
     FinishReason,
+    ImageSpan,
     Prompt,
     Rollout,
     RolloutStatus,
@@ -60,12 +64,17 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     try:
         with partial.open("w") as file:
             for rollout in rollouts:
-                file.write(json.dumps(to_json(rollout, shares_prompts=True), default=str) + "\n")
+                file.write(json.dumps(to_json(rollout, shares_prompts=True), default=_as_text) + "\n")
             file.flush()
             os.fsync(file.fileno())  # otherwise a crash of the machine may keep the name without the content
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _as_text(value: Any) -> str:
+    """Return what JSON has no form for as text; of bytes, such as an image of a data row, their number."""
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
@@ -211,6 +220,8 @@ def call_to_json(call: EngineCall, *, base: int | None = None) -> dict[str, Any]
         data["support"] = {"offsets": call.support.offsets.tolist(), "token_ids": call.support.token_ids.tolist()}
     if call.routes is not None:
         data["routes"] = _routes_to_json(call.routes, is_shared=base is not None)
+    if call.images:
+        data["images"] = [(image.start, image.end, image.digest) for image in call.images]
     return data
 
 
@@ -260,4 +271,5 @@ def _call_from_json(data: dict[str, Any], prompt: Prompt) -> EngineCall:
             token_ids=np.asarray(token_ids("support", support["token_ids"])).astype(np.int32),
         ),
         routes=None if routes is None else _routes_from_json(routes, prompt.base),
+        images=tuple(ImageSpan(start=start, end=end, digest=digest) for start, end, digest in data.get("images", ())),
     )

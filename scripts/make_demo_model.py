@@ -2,6 +2,7 @@
 
     lockstep make-demo-model                     # calculator, about a minute on two cores
     lockstep make-demo-model --task chain
+    lockstep make-demo-model --task squares      # with images
     lockstep make-demo-model --architecture falcon_h1
 
 Writes train.jsonl and heldout.jsonl to data/demo/<task> and the model with its tokenizer to models/<task>. A second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
@@ -25,6 +26,9 @@ from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.decoder import DecoderSetup
 from lockstep.trainer.model.policy import Policy
+
+if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
 
 CHAT_LIMIT_S = 300.0
 """Time limit for loading a tokenizer, also from the hub, and rendering short conversations [s]."""
@@ -48,8 +52,22 @@ def load_policy(model: ModelConfig, setup: DecoderSetup) -> Policy:
     )
 
 
-def make_chat(model: ModelConfig, *, history: str) -> Chat:
-    """Load tokenizer and chat template. history: `environment.history`.
+def _image_processing(model: ModelConfig, media: Path | None) -> ImageProcessing | None:
+    """Load the image processor of a model that sees images; None for one that does not."""
+    if not model.sees_images:
+        return None
+    from lockstep.rollout.media.processing import ImageProcessing  # runs without images do not load it
+    from lockstep.rollout.media.run_images import run_store
+
+    limits = {"trust_remote_code": model.trust_remote_code, "max_per_prompt": model.images.max_per_prompt}
+    return ImageProcessing.from_pretrained(model.path, store=run_store(media), **limits)
+
+
+def make_chat(model: ModelConfig, *, history: str, media: Path | None = None) -> Chat:
+    """Load tokenizer and chat template, and the image processor of a model that sees images.
+
+    history: `environment.history`. media: folder that keeps images, for other ranks and later readers; None: one
+    that this process deletes when it ends.
 
     Raises `TemplateError` if the template fails on a short conversation or does not end: it is a program of the model's
     directory, and its sandbox limits neither time nor depth.
@@ -57,7 +75,11 @@ def make_chat(model: ModelConfig, *, history: str) -> Chat:
 
     def make() -> Chat:
         return Chat.from_pretrained(
-            model.path, history=history, trust_remote_code=model.trust_remote_code, template=model.chat_template
+            model.path,
+            history=history,
+            trust_remote_code=model.trust_remote_code,
+            template=model.chat_template,
+            images=_image_processing(model, media),
         )
 
     try:
@@ -72,6 +94,13 @@ def make_chat(model: ModelConfig, *, history: str) -> Chat:
         raise TemplateError(
             f"{model.path}: the chat template fails on a short conversation: {type(error).__name__}: {error}"
         ) from error
+
+
+def images_of_data(model: ModelConfig, chat: Chat) -> dict[str, Any]:
+    """Return the arguments of `training_data` and `heldout_data` for a run that sees images; none for another."""
+    if chat.images is None:
+        return {}
+    return {"store": chat.images.store, "max_images": model.images.max_per_prompt}
 
 
 def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
@@ -101,6 +130,7 @@ def make_gateway_settings(settings: GatewayConfig, model: ModelConfig) -> Gatewa
         model_name=model_name,
         max_request_mib=settings.max_request_mib,
         adapters=tuple(model.adapters),
+        max_images=model.images.max_per_prompt,
     )
 
 

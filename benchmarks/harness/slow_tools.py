@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments.demo.calculator import CalculatorEnvironment
 from lockstep.rollout.episode.environment import Step
-from lockstep.rollout.records import EngineCall, Message
+from lockstep.rollout.records import EngineCall, ImageSpan, Message
 
 
 @dataclass(slots=True)
@@ -50,7 +50,9 @@ class MeteredEngine:
         self._engine, self._meter = engine, meter
         self.max_model_len = engine.max_model_len
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         self._meter.move(engine=1)
         try:
             return await self._engine.generate(prompt_ids, sampling)

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.integrations.gateway.server import Gateway
-from lockstep.integrations.gateway.session import CONTEXT_FULL, TOO_MANY_REQUESTS
+from lockstep.integrations.gateway.session import CONTEXT_FULL, TOO_MANY_IMAGES, TOO_MANY_REQUESTS
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.drivers import RunEpisode, Table
@@ -43,7 +43,11 @@ GRACE_S = 1.0
 """Time for an async agent, canceled at its deadline, to clean up before its thread is abandoned."""
 
 _OTHER_LOOP = re.compile(r"Event loop is closed|different (event )?loop")
-_LIMITS = {CONTEXT_FULL: RolloutStatus.CONTEXT_FULL, TOO_MANY_REQUESTS: RolloutStatus.MAX_TURNS}
+_LIMITS = {
+    CONTEXT_FULL: RolloutStatus.CONTEXT_FULL,
+    TOO_MANY_IMAGES: RolloutStatus.CONTEXT_FULL,
+    TOO_MANY_REQUESTS: RolloutStatus.MAX_TURNS,
+}
 
 
 @asynccontextmanager

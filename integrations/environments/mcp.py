@@ -5,8 +5,9 @@
 Covered: programs that speak MCP on standard input and output, and streamable HTTP servers, with the `mcp` package;
 tools are listed once, arguments are checked against their schema, and each call has a time limit. A server that dies,
 sends wrong types or too much, or never answers costs the call an error that the model reads, and no more.
-Not covered: resources, prompts, sampling and questions of servers; images and sound. All episodes share a server, so
-what it keeps, they share. Servers run with your rights.
+Images of a result are read by a model that sees images, and left out for others.
+Not covered: resources, prompts, sampling and questions of servers; sound. All episodes share a server, so what it
+keeps, they share. Servers run with your rights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from lockstep.integrations.tool_servers.server_settings import read_servers
 from lockstep.integrations.tool_servers.tool_server import Limits, ToolServer, tool_server
 from lockstep.rollout.chat.messages import Tools
+from lockstep.rollout.chat.tool_functions import Content
 from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.environments.toolbox import ReadyTool, Toolbox, count_results
@@ -63,6 +65,7 @@ class McpEnvironment:
         self._make_toolbox = partial(Toolbox, (), timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
         self._prompt = PromptReader(column=prompt_column, system=system_prompt)
         self._toolbox: Toolbox | None = None
+        self.sees_images = False
 
     @property
     def tools(self) -> Tools:
@@ -82,7 +85,7 @@ class McpEnvironment:
                 ".tools=[...]"
             )
         ready = [
-            ReadyTool(schema=schema, call=partial(_call, server, schema["function"]["name"], schema_text(schema)))
+            ReadyTool(schema=schema, call=partial(self._call, server, schema["function"]["name"], schema_text(schema)))
             for server, schemas in zip(self._servers, schema_lists, strict=True)
             for schema in schemas
         ]
@@ -96,7 +99,6 @@ class McpEnvironment:
             messages=tuple(result.message for result in results), done=not results, outcome=count_results(results)
         )
 
-
-async def _call(server: ToolServer, name: str, schema: str, arguments: Mapping[str, Any]) -> str:
-    await refuse_wrong(schema, arguments)
-    return await server.call(name, arguments)
+    async def _call(self, server: ToolServer, name: str, schema: str, arguments: Mapping[str, Any]) -> Content:
+        await refuse_wrong(schema, arguments)
+        return await server.call(name, arguments, with_images=self.sees_images)

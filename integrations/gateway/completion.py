@@ -84,7 +84,7 @@ async def _sample(
 ) -> Sequence[EngineCall]:
     sampling = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
     seeds = [_seed(session, request, number, choice) for choice in range(request.num_choices)]
-    samples = (engine.generate(prompt.ids, replace(sampling, seed=seed)) for seed in seeds)
+    samples = (engine.generate(prompt.ids, replace(sampling, seed=seed), prompt.images) for seed in seeds)
     try:
         calls = await asyncio.gather(*samples)
     except (EngineError, EvidenceError) as failure:

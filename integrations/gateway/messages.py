@@ -3,11 +3,13 @@
 It is also the inner form, which the other dialects translate to.
 
 A template can read any key of a message. Unknown keys are dropped, so that a client cannot steer the rendering through
-them. Not covered: images, audio, files, and the `function` role that tools replaced.
+them. Images are in the store already (`integrations/gateway/images.py`). Not covered: audio, files, and the `function`
+role that tools replaced.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -28,9 +30,20 @@ MAX_MESSAGES = 2**15
 MAX_TOOLS = 1024
 MAX_CALLS = 1024
 """Most calls of one message. A request of millions of small parts would take the event loop's time."""
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of the parts that are images, in all APIs."""
+_IMAGE_ROLES = ("user", "tool")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _EMPTY_FIELDS = ("function_call", "audio", "refusal")
 """Keys that client libraries send with null. Their values cannot be rendered."""
+
+
+class StoredImage(dict[str, str]):
+    """Part of a message that is an image, by its digest. It replaces a part of a client, which cannot make one."""
+
+
+Content = str | list[Mapping[str, Any]]
+"""Content of a message: a text, or parts if there are images."""
 
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
@@ -78,6 +91,8 @@ def read_message(value: Any, where: str) -> Message:
         if message.get(field) is not None:
             raise not_supported(f"{where}.{field}", why="only text and tool calls can be rendered; send null")
     content = "" if role == "assistant" and message.get("content") is None else _content(message.get("content"), where)
+    if not isinstance(content, str) and role not in _IMAGE_ROLES:
+        raise unread_part("image", f"{where}.content", kinds=("text",))
     # Chat templates do not know the developer role, the newer name of system; some drop such a message silently.
     copy: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if message.get("name") is not None:
@@ -102,18 +117,46 @@ def _add_assistant_fields(copy: dict[str, Any], message: Mapping[str, Any], wher
         copy["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: Any, where: str) -> Content:
     if isinstance(value, str):
         return value
     parts = checked(value, list, f"{where}.content", expected="a string or a list of text parts")
-    return "".join(_text_part(part, f"{where}.content[{index}]") for index, part in enumerate(parts))
+    return joined([_part(part, f"{where}.content[{index}]") for index, part in enumerate(parts)])
 
 
-def _text_part(part: Any, where: str) -> str:
-    checked(part, dict, where, expected='{"type": "text", "text": ...}')
-    if part.get("type") != "text":
-        raise not_supported(f"{where}.type", why=f"found {quoted(part.get('type'))}; this model reads text parts only")
+def _part(part: Any, where: str) -> str | StoredImage:
+    if isinstance(part, StoredImage):
+        return part
+    kind = part_type(part, where, expected='{"type": "text", "text": ...}')
+    if kind != "text":
+        raise unread_part(kind, f"{where}.type", kinds=("text",))
     return read_text(part, "text", where)
+
+
+def joined(parts: Sequence[str | StoredImage]) -> Content:
+    """Return the content of a message with these texts and images; texts beside each other are one."""
+    if all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    content: list[Mapping[str, Any]] = []
+    for kind, group in itertools.groupby(parts, key=type):
+        some = list(group)
+        content += [{"type": "text", "text": "".join(map(str, some))}] if kind is str else some
+    return content
+
+
+def part_type(part: Any, where: str, *, expected: str) -> Any:
+    """Return the type of a part of a message. Raises `ApiError` (400) for a part that is not an object."""
+    return part["type"] if isinstance(part, StoredImage) else checked(part, dict, where, expected=expected).get("type")
+
+
+def unread_part(kind: object, where: str, *, kinds: Sequence[str], noun: str = "parts") -> ApiError:
+    """Return the error for a part of a kind that cannot be in its place."""
+    image = "; images are read in messages of the user and in tool results, with model.images.max_per_prompt above 0"
+    return not_supported(
+        where,
+        why=f"found {quoted(kind)}; this model reads {' and '.join(kinds)} {noun} only here"
+        + (image if kind in IMAGE_PARTS else ""),
+    )
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

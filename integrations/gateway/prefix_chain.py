@@ -32,7 +32,7 @@ class Prefix:
         self.message = message
         """The last message; empty at the root."""
         self.digest = digest
-        """Hash of the tools and of the roles, texts, reasoning, tool calls, names and call ids of all messages.
+        """Hash of the tools and of the roles, texts, images, reasoning, tool calls, names and call ids of all messages.
 
         Null fields, empty reasoning, the spacing of JSON arguments and 1.0 for 1 in them make no difference.
         """
@@ -63,7 +63,7 @@ class Prefix:
 
         names: names of the tools that were called before, by the ids of the calls.
         """
-        (copy,) = normalize_messages([message])
+        (copy,) = normalize_messages([message], sees_images=True)
         if copy["role"] == "tool" and not copy.get("name"):
             copy["name"] = names.get(copy.get("tool_call_id", ""))
         copy = {key: value for key, value in copy.items() if value not in (None, "") or key in ("role", "content")}
@@ -136,6 +136,8 @@ def num_characters(text: str) -> int:
 
 def _shown_characters(message: Message) -> int:
     content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
     if message.get("role") == "assistant":
         content = content.rpartition(THINK_CLOSE)[2]
     calls = (call["function"] for call in message.get("tool_calls", ()))

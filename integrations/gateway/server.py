@@ -90,7 +90,7 @@ class Gateway:
         self._named: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
         self._retries: WeakKeyDictionary[Session, Retries] = WeakKeyDictionary()
-        self._prompts = PromptMaker(chat, max_model_len=engine.max_model_len)
+        self._prompts = PromptMaker(chat, max_model_len=engine.max_model_len, max_images=self._settings.max_images)
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._max_connections = _open_files() // 2  # the rest is for the engine, checkpoints and agents
@@ -258,9 +258,10 @@ class Gateway:
     async def _sample(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         raw = await self._body(request)
+        body = await self._json(session, raw)
         completion = self._retries_of(session).find(request.headers, dialect.path, raw)
         if completion is None:
-            parsed_request = self._parsed(dialect, session, read_json(raw))
+            parsed_request = self._parsed(dialect, session, body)
             session = self._keep(session)
             attempt = self._retries_of(session).begin(request.headers, dialect.path, raw, request.transport)
             try:
@@ -287,6 +288,12 @@ class Gateway:
         if brackets > limit:
             raise ApiError(f"the body of the request has {brackets} opening brackets, at most {limit} are allowed")
         return raw
+
+    async def _json(self, session: Session, raw: bytes) -> dict[str, Any]:
+        """Parse a body, with digests in place of images. Raises `ApiError`."""
+        body = read_json(raw)
+        await self._prompts.store_images(session, body)
+        return body
 
     def _parsed(self, dialect: Dialect, session: Session, body: Mapping[str, Any]) -> SampleRequest:
         model, samplings = body.get("model"), session.offered
@@ -319,7 +326,7 @@ class Gateway:
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Answer with the prompt ids of a chat completion with these messages, or the ids of a text."""
         session = self._session(request)
-        body = read_json(await self._body(request))
+        body = await self._json(session, await self._body(request))
         self._check_model(session, body.get("model"), may_be_missing=True)
         for field, value in body.items():
             if field not in _TOKENIZE_FIELDS:
@@ -344,7 +351,7 @@ class Gateway:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Answer with the number of ids of the prompt of a message, as Anthropic's API."""
         session = self._session(request)
-        body = read_json(await self._body(request))
+        body = await self._json(session, await self._body(request))
         prompt, _ = await self._prompts.prompt(session, self._parsed(MESSAGES, session, {"max_tokens": 1, **body}))
         return web.json_response({"input_tokens": len(prompt.ids)})
 

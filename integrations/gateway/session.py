@@ -29,6 +29,7 @@ MAX_FORGOTTEN = 2**16
 CONTEXT_FULL = "context_length_exceeded"
 TOO_MANY_REQUESTS = "max_turns_exceeded"
 RECORD_FULL = "session_full"
+TOO_MANY_IMAGES = "too_many_images"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -28,6 +28,7 @@ from lockstep.integrations.gateway.prefix_chain import Prefix
 from lockstep.integrations.gateway.session import Answer, Session, TurnMark
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.records import ImageSpan
 
 
 class PromptKind(StrEnum):
@@ -55,6 +56,7 @@ class PromptKind(StrEnum):
 class Prompt:
     ids: tuple[int, ...]
     kind: PromptKind
+    images: tuple[ImageSpan, ...] = ()
 
 
 def make_prompt(chat: Chat, session: Session, conversation: Prefix, mark: TurnMark) -> Prompt:
@@ -67,7 +69,7 @@ def make_prompt(chat: Chat, session: Session, conversation: Prefix, mark: TurnMa
     """
     turn = conversation.up_to_last_turn()
     if turn is None:
-        return Prompt(ids=_rendered(chat, session, conversation), kind=PromptKind.ROOT)
+        return _rendered(chat, session, conversation, PromptKind.ROOT)
     answer = _choose(session.find(turn), mark)
     if answer is None:
         kind = _why_not_found(session, turn, mark)
@@ -75,18 +77,19 @@ def make_prompt(chat: Chat, session: Session, conversation: Prefix, mark: TurnMa
         ids = chat.extend(answer.call, turn.messages, conversation.after(turn), conversation.tools)
         prefix = answer.call.all_ids
         if ids is not None and len(ids) > len(prefix) and tuple(ids[: len(prefix)]) == prefix:
-            return Prompt(ids=tuple(ids), kind=PromptKind.EXTENDED)
+            return Prompt(ids=tuple(ids), kind=PromptKind.EXTENDED, images=ids.images)
         kind = PromptKind.UNPROVEN
-    return Prompt(ids=_rendered(chat, session, conversation), kind=kind)
+    return _rendered(chat, session, conversation, kind)
 
 
-def _rendered(chat: Chat, session: Session, conversation: Prefix) -> tuple[int, ...]:
+def _rendered(chat: Chat, session: Session, conversation: Prefix, kind: PromptKind) -> Prompt:
     try:
         chat.require_tools(conversation.messages, conversation.tools)
     except ConfigError as error:
         session.failed(error)
         raise
-    return tuple(chat.prompt(conversation.messages, conversation.tools))
+    ids = chat.prompt(conversation.messages, conversation.tools)
+    return Prompt(ids=tuple(ids), kind=kind, images=ids.images)
 
 
 def _choose(candidates: Sequence[Answer], mark: TurnMark) -> Answer | None:

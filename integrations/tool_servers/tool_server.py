@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep.integrations.tool_servers.server_settings import ServerSettings
-from lockstep.rollout.errors import ConfigError, ToolServerError
+from lockstep.rollout.chat.tool_functions import Content
+from lockstep.rollout.errors import ConfigError, TemplateError, ToolServerError
 from lockstep.rollout.hosts.foreign_schemas import MAX_TOOLS, read_tools
-from lockstep.rollout.safe_text import error_text, safe_text
+from lockstep.rollout.safe_text import error_text, safe_text, without_addresses
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.captured_output import OutputTail
 
@@ -63,13 +64,13 @@ class ToolServer:
         """
         return await self._from_other_loop(self._list)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its result as text.
+    async def call(self, name: str, arguments: Mapping[str, Any], *, with_images: bool = False) -> Content:
+        """Call a tool and return its result as the content of a message, with its images if these are wanted.
 
         Raises `ToolCallError` with the text of a tool that reports an error, `ToolServerError` if the server is gone or
         its answer cannot be used. The caller limits the time: canceled, it cancels the request.
         """
-        return await self._from_other_loop(functools.partial(self._call, name, arguments))
+        return await self._from_other_loop(functools.partial(self._call, name, arguments, with_images))
 
     async def close(self) -> None:
         """End the connection and the server's process, within `END_S`. Closing twice is allowed."""
@@ -104,7 +105,7 @@ class ToolServer:
                     raise ConfigError(f"{where} cannot be used: {_reason(error)}{self._stderr_end()}") from error
             return self._schemas
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _call(self, name: str, arguments: Mapping[str, Any], with_images: bool) -> Content:
         from mcp import MCPError
 
         client = None
@@ -112,7 +113,10 @@ class ToolServer:
             async with self._lock:
                 client = await self._connected()
             result = await client.session.call_tool(name, dict(arguments))
-            text = result_text(result)
+            if with_images:
+                content = await asyncio.to_thread(result_content, result, with_images=True)
+            else:
+                content = result_content(result)
         except (ToolCallError, ToolServerError):
             raise
         except MCPError as error:
@@ -122,7 +126,7 @@ class ToolServer:
             raise ToolServerError(
                 f"server {self.settings.name}: its answer cannot be used: {_reason(error)}"
             ) from error
-        return text
+        return content
 
     async def _is_closed(self, error: Any, client: Any) -> bool:
         """Return True if the other side has closed the connection; then the next call connects again."""
@@ -190,31 +194,53 @@ class ToolServer:
         return f"; its last output: {safe_text(text)}" if text else ""
 
 
-def result_text(result: Any) -> str:
-    """Return the result of a call as text.
+def result_content(result: Any, *, with_images: bool = False) -> Content:
+    """Return the result of a call as the content of a message: a text, or parts if there are images.
 
-    Raises `ToolCallError` if the tool reports an error, `ToolServerError` if it has no text to read.
+    Raises `ToolCallError` if the tool reports an error, `ToolServerError` if it has nothing to read, or an image that
+    cannot be read.
     """
-    from mcp.types import EmbeddedResource, TextContent, TextResourceContents
+    from mcp.types import EmbeddedResource, ImageContent, TextContent, TextResourceContents
 
-    texts, others = [], []
+    parts: list[dict[str, Any]] = []
+    others: list[str] = []
     for block in result.content:
         if isinstance(block, TextContent):
-            texts.append(block.text)
+            _add_text(parts, block.text)
         elif isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
-            texts.append(block.resource.text)
+            _add_text(parts, block.resource.text)
+        elif with_images and not result.is_error and isinstance(block, ImageContent):
+            parts.append({"type": "image", "image": _read_image(block.data)})
         else:
             others.append(block.type)
     if result.is_error:
-        raise ToolCallError("\n".join(texts) or "the tool failed without a text")
+        raise ToolCallError("".join(part.get("text", "") for part in parts) or "the tool failed without a text")
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     if others:
-        kinds = " and ".join(sorted(set(others)))
-        if not texts:
-            raise ToolServerError(f"the tool returned {kinds}, and only text can be read")
-        texts.append(f"[left out: {kinds}; only text can be read]")
-    return "\n".join(texts)
+        kinds, readable = " and ".join(sorted(set(others))), "text and images" if with_images else "text"
+        if not parts:
+            raise ToolServerError(f"the tool returned {kinds}, and only {readable} can be read")
+        _add_text(parts, f"[left out: {kinds}; only {readable} can be read]")
+    if all("text" in part for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _add_text(parts: list[dict[str, Any]], text: str) -> None:
+    """Add a text, on a line of its own."""
+    is_first = not parts or "text" not in parts[-1]
+    parts.append({"type": "text", "text": text if is_first else f"\n{text}"})
+
+
+def _read_image(data: str) -> Any:
+    """Return an image of a result, decoded: a damaged one is a fault of the server. Raises `ToolServerError`."""
+    from lockstep.rollout.media.image_files import read_image  # with PIL, for models that see images
+
+    try:
+        return read_image({"type": "image", "image": f"data:;base64,{data}"}, "the tool returned an image")
+    except TemplateError as error:
+        raise ToolServerError(without_addresses(str(error))) from error
 
 
 async def _awaited(work: Callable[[], Awaitable[T]]) -> T:

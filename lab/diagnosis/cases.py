@@ -21,7 +21,7 @@ from lockstep.rollout.episode.conversation import request_seed
 from lockstep.rollout.episode.environment import Environment
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import Sampler
-from lockstep.trainer.build import make_sampler, make_sampling
+from lockstep.trainer.build import images_of_data, make_sampler, make_sampling
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Prompts, training_data
 
@@ -60,7 +60,7 @@ class Case:
 async def sample_cases(config: Config, *, engine: Engine, chat: Chat) -> list[Case]:
     """Sample all cases with the run's settings, deterministically. Raises `EngineError` and `DataError`."""
     sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
-    data = training_data(config.data, config.environment, config.reward)
+    data = training_data(config.data, config.environment, config.reward, **images_of_data(config.model, chat))
     order = Prompts(data, seed=config.seed, shuffle=config.data.shuffle)
     prompts = order.take(min(TRAINING_PROMPTS, sum(map(len, data))))
     sampler = make_sampler(config, engine=engine, chat=chat)

@@ -91,7 +91,7 @@ class Examiner:
             return None
 
         async def ask() -> list[list[float]]:
-            return await asyncio.gather(*(engine.score(row.ids.tolist()) for row in checked_rows))
+            return await asyncio.gather(*(engine.score(row.ids.tolist(), row.images) for row in checked_rows))
 
         answers = engine.loop.run(ask())  # answer i − 1 is the logprob of token i
         parts = [np.array(answer)[row.loss_mask[1:]] for answer, row in zip(answers, checked_rows, strict=True)]

@@ -17,7 +17,7 @@ from lockstep.rollout.engine.protocol import Engine
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import Message, Rollout, RolloutStatus
+from lockstep.rollout.records import Message, Rollout, RolloutStatus, content_text
 
 SAME_TEXTS = "same texts, same episode"
 AT_ONCE = "episodes at once, same episodes"
@@ -243,4 +243,4 @@ def _cost(rollouts: Sequence[Rollout], environment_s: float) -> Finding:
 
 
 def _excerpt(rollout: Rollout) -> str:
-    return next((str(turn.get("content") or "") for turn in rollout.sampled_turns), "")
+    return next((content_text(turn) for turn in rollout.sampled_turns), "")

@@ -25,7 +25,7 @@ from lockstep.lab.finding import Finding, Verdict, failure
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.records import RolloutStatus
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.trainer.build import make_chat, make_rewards
+from lockstep.trainer.build import images_of_data, make_chat, make_rewards
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Prompts, training_data
 from lockstep.trainer.engines.start import open_engine
@@ -34,7 +34,8 @@ from lockstep.trainer.run.library_logs import quiet_third_parties
 START_LIMIT_S = 300.0
 """Time limit for model, data and engine to load."""
 
-OpenEngine = Callable[[Config], AbstractContextManager[EnginePool]]
+OpenEngine = Callable[..., AbstractContextManager[EnginePool]]
+"""Takes what `open_engine` does."""
 
 
 def record(findings: Iterable[Finding], journal: Journal, *, accepted: Sequence[str] = ()) -> None:
@@ -58,7 +59,7 @@ def findings(
     config.reward.on_error, config.reward.max_error_rate = {}, 1.0  # an error is a finding here, not the end
     with journal.doing("the loading of model, data and rewards", limit_s=START_LIMIT_S):
         chat = make_chat(config.model, history=config.environment.history)
-        data = training_data(config.data, config.environment, config.reward)
+        data = training_data(config.data, config.environment, config.reward, **images_of_data(config.model, chat))
         rows = Prompts(data, seed=config.seed, shuffle=config.data.shuffle).take(min(options.rows, sum(map(len, data))))
         rewards = make_rewards(config)
         rewards.load()
@@ -106,7 +107,7 @@ def _examine(subject: Subject, open_engine: OpenEngine) -> Iterator[Finding]:
         return
     with ExitStack() as stack:
         with subject.watch.journal.doing("the start of the engine", limit_s=START_LIMIT_S):
-            engine = stack.enter_context(open_engine(subject.config))
+            engine = stack.enter_context(open_engine(subject.config, subject.chat.images))
         yield from _all(engine.loop, examine_episodes(subject, engine, earnings))
 
 

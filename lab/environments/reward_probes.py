@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lockstep.lab.environments.reference_answer import Reference, earn_reference, in_form
 from lockstep.lab.environments.subject import Answer, Subject, reward_of
 from lockstep.lab.finding import Finding, Verdict, failure
-from lockstep.rollout.records import Rollout
+from lockstep.rollout.records import Rollout, content_text
 
 EPSILON = 1e-6
 """Differences of rewards up to this are rounding."""
@@ -71,7 +71,7 @@ async def play_probes(subject: Subject, reference: Reference) -> Earned:
 
 def last_user_text(rollout: Rollout) -> str:
     """Return the text of the last user turn of the prompt."""
-    texts = [str(message.get("content") or "") for message in rollout.prompt if message["role"] == "user"]
+    texts = [content_text(message) for message in rollout.prompt if message["role"] == "user"]
     return texts[-1] if texts else ""
 
 

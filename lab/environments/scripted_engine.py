@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.engine.token_scores import TokenScores
 from lockstep.rollout.errors import EngineError, EvidenceError
-from lockstep.rollout.records import EngineCall
+from lockstep.rollout.records import EngineCall, ImageSpan
 from lockstep.trainer.tools.dry_run import sampled_answer
 
 Key = tuple[tuple[int, ...], int | None]
@@ -17,10 +17,10 @@ Key = tuple[tuple[int, ...], int | None]
 class CannotScore:
     """Part of an engine that episodes do not use."""
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         raise EngineError("this engine has no model and cannot score")
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         raise EngineError("this engine has no model and cannot score")
 
     async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
@@ -37,7 +37,9 @@ class ScriptedEngine(CannotScore):
         self.max_model_len = max_model_len
         self._answer = answer
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         return await sampled_answer(list(await self._answer(prompt_ids)), prompt_ids, sampling)
 
 
@@ -49,8 +51,10 @@ class RecordingEngine(CannotScore):
         self.calls: dict[Key, EngineCall] = {}
         self._engine = engine
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
-        call = await self._engine.generate(prompt_ids, sampling)
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
+        call = await self._engine.generate(prompt_ids, sampling, images)
         self.calls[tuple(prompt_ids), sampling.seed] = call
         return call
 
@@ -65,7 +69,9 @@ class ReplayingEngine(CannotScore):
         self.max_model_len = max_model_len
         self._calls = calls
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         call = self._calls.get((tuple(prompt_ids), sampling.seed))
         if call is None:
             raise EvidenceError(

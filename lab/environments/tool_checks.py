@@ -12,7 +12,7 @@ from lockstep.lab.finding import Finding, Verdict, failure
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.environments.toolbox import ToolFault
 from lockstep.rollout.errors import TemplateError
-from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.records import Message, Rollout, content_text
 from lockstep.rollout.safe_text import terminal_safe
 
 MAX_TOOLS = 16
@@ -105,5 +105,5 @@ async def _call(subject: Subject, name: str, arguments: Any) -> Finding:
 def _result(rollout: Rollout) -> str:
     for message in rollout.completion:
         if message["role"] == "tool":
-            return str(message.get("content") or "(empty)")
+            return content_text(message) or "(empty)"
     return "no tool message"

@@ -31,7 +31,7 @@ from lockstep.rollout.episode.environment import (
     Step,
 )
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, content_text
 from lockstep.rollout.safe_text import error_text
 
 PLACEHOLDER: tuple[Message, ...] = ({"role": "user", "content": ""},)
@@ -193,5 +193,5 @@ def _summary(message: Message) -> str:
     names = [str(call["function"]["name"]) for call in message.get("tool_calls") or ()]
     if names:
         return f"a call of {', '.join(names[:4])}"
-    content = str(message.get("content") or "")
+    content = content_text(message)
     return f"the turn {content[:40]!r}" if content else "an empty turn"

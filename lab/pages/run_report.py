@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -12,9 +13,10 @@ from lockstep.lab.pages.chart import Chart, Curve, legend, number
 from lockstep.lab.pages.panels import SECTIONS, Panel
 from lockstep.lab.pages.render import render, write_page
 from lockstep.lab.pages.saved_run import SavedRun
+from lockstep.lab.pages.thumbnails import Thumbnails, saved_image
 from lockstep.trainer.config.tree import flow, settings
 from lockstep.trainer.objective.correction.modes import PREFIX
-from lockstep.trainer.observe.transcript import content_text, parts, shortened, tool_calls
+from lockstep.trainer.observe.transcript import parts, shortened, tool_calls
 
 TEMPLATE = "report.html.jinja"
 SHOWN_ROLLOUTS = 3
@@ -42,6 +44,9 @@ def report(run: SavedRun) -> str:
     """Return the page as HTML."""
     worst, best = run.extremes(SHOWN_ROLLOUTS)
     alarms = run.alarms()
+    thumbnails = Thumbnails(partial(saved_image, run.media))
+    for message in (message for rollout in (*worst, *best) for message in rollout.messages):
+        thumbnails.pieces(message)  # before the page writes its styles
     return render(
         TEMPLATE,
         run=run,
@@ -55,7 +60,7 @@ def report(run: SavedRun) -> str:
         rollouts=[("worst", worst), ("best", best)],
         number=number,
         clipped=lambda text: shortened(text, MAX_MESSAGE_CHARS),
-        content_text=content_text,
+        thumbnails=thumbnails,
         parts=parts,
         tool_calls=tool_calls,
         settings=settings(run.config),

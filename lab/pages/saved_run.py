@@ -36,6 +36,8 @@ class AlarmSpan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
     name: str
+    media: Path
+    """Folder of its images."""
     config: Mapping[str, Any]
     """Content of config.yaml: nested, without secrets. Values may have any type."""
     lines: Sequence[Mapping[str, float]]
@@ -60,6 +62,7 @@ class SavedRun:
         newest_path, rollouts, passed_over = read_newest_rollouts(run.rollouts)
         return cls(
             name=path.resolve().name,
+            media=run.media,
             config=OmegaConf.to_container(read_saved(run.config)),  # type: ignore[arg-type]
             lines=read_metrics(run.metrics),
             rollouts=rollouts,

@@ -23,6 +23,7 @@ from lockstep.lab.diagnosis.examiner import report_step
 from lockstep.lab.diagnosis.token_classes import CLASSES
 from lockstep.lab.pages.chart import round_up
 from lockstep.lab.pages.render import render, write_page
+from lockstep.lab.pages.thumbnails import Thumbnails, run_image
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.token_texts import TokenTexts
@@ -43,15 +44,19 @@ def write_token_view(path: Path, diagnosis: Diagnosis) -> None:
 
 
 def token_view(diagnosis: Diagnosis) -> str:
-    """Render the page as HTML."""
+    """Render the page as HTML, with images of the run of this process."""
     cases = diagnosis.distinct_cases
+    thumbnails = Thumbnails(run_image)
+    rollouts = _rollouts(cases, thumbnails)
+    images = {one.digest: {"name": one.name, "url": one.url, "problem": one.problem} for one in thumbnails.all}
     return render(
         TEMPLATE,
         diagnosis=diagnosis,
         classes=CLASSES,
         worst_shown=WORST_SHOWN,
         num_turns=1 + max((turn for case in cases for turn in case.scored.batch.turns_N.tolist()), default=-1),
-        data=script_json({"scale": color_scale(cases), "classes": CLASSES, "rollouts": _rollouts(cases)}),
+        note=thumbnails.note,
+        data=script_json({"scale": color_scale(cases), "classes": CLASSES, "rollouts": rollouts, "images": images}),
     )
 
 
@@ -77,22 +82,35 @@ def color_scale(cases: Sequence[CaseReport]) -> float:
     return float(f"{round_up(scale):.6g}")
 
 
-def _rollouts(cases: Sequence[CaseReport]) -> list[dict[str, Any]]:
-    """Return the rows of each rollout in the form that the page's script reads."""
+def _rollouts(cases: Sequence[CaseReport], thumbnails: Thumbnails) -> list[dict[str, Any]]:
+    """Return the rows of each rollout in the form that the page's script reads, and make thumbnails of their images."""
     rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for case in cases:
         for index, row in enumerate(case.scored.batch.rows):
             rows.setdefault((case.name, row.rollout_id), []).append(_row(case.scored, index))
-    return [{"case": name, "id": number, "rows": own} for (name, number), own in islice(rows.items(), MAX_ROLLOUTS)]
+    page_rollouts = [
+        {"case": name, "id": number, "rows": own} for (name, number), own in islice(rows.items(), MAX_ROLLOUTS)
+    ]
+    for _, _, digest in (image for rollout in page_rollouts for row in rollout["rows"] for image in row["images"]):
+        thumbnails.of(digest)
+    return page_rollouts
 
 
 def _row(scored: ScoredTokens, index: int) -> dict[str, Any]:
-    """Return ids and texts of all tokens of a row, and the facts about its trained tokens, which stand at `at`."""
-    ids = scored.batch.rows[index].ids.tolist()
+    """Return ids and texts of all tokens of a row, and the facts about its trained tokens, which stand at `at`.
+
+    The first token of an image has the text `[image]`, the others none.
+    """
+    row = scored.batch.rows[index]
+    ids = row.ids.tolist()
+    texts = [scored.texts[token] for token in ids]
+    for image in row.images:
+        texts[image.start : image.end] = ["[image]", *[""] * (image.end - image.start - 1)]
     start, end = scored.batch.layout.token_start[index : index + 2]
     return {
         "ids": ids,
-        "texts": [scored.texts[token] for token in ids],
+        "texts": texts,
+        "images": [(image.start, image.end, image.digest) for image in row.images],
         "at": scored.position_N[start:end].tolist(),
         "samp": _rounded(scored.samp_N[start:end]),
         "train": _rounded(scored.train_N[start:end]),

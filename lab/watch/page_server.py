@@ -74,6 +74,7 @@ class PageServer:
             web.post("/api/series", self._series),
             web.get("/api/rollouts", self._list),
             web.get("/api/rollout", self._rollout),
+            web.get("/api/image", self._image),
         ])  # fmt: skip
         return app
 
@@ -174,6 +175,11 @@ class PageServer:
     async def _rollout(self, request: web.Request) -> web.Response:
         run, place = self._run(request), _place(request.query.get("place", ""))
         return await _in(self._rollouts, lambda: _json(self._search.rollout(run, *place)))
+
+    async def _image(self, request: web.Request) -> web.Response:
+        run, digest = self._run(request), request.query.get("digest", "")
+        content = await _in(self._rollouts, lambda: self._search.image(run, digest))
+        return web.Response(body=content, content_type="image/png")
 
     def _run(self, request: web.Request) -> WatchedRun:
         run = self._table.runs.get(request.query.get("run", ""))

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,11 +15,11 @@ from typing import Any
 
 from lockstep.lab.watch.run_table import WatchedRun
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.records import IMAGE_DIGEST, ImageSpan, Rollout, RolloutStatus, content_text, is_stored_image
 from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.saved_rollouts import UPDATE_FILE, from_json
-from lockstep.rollout.system.plain_files import plain_lines, read_plain
-from lockstep.trainer.observe.transcript import content_text, parts, shortened, tool_calls
+from lockstep.rollout.system.plain_files import opened_plain, plain_lines, read_plain
+from lockstep.trainer.observe.transcript import image_mark, parts, shortened, tool_calls
 
 MAX_SHOWN = 200
 MAX_FILES = 24
@@ -28,6 +28,9 @@ MAX_PREVIEW = 160
 MAX_MESSAGE = 20_000
 MAX_TOKENS = 20_000
 """Tokens of a rollout that are shown."""
+MAX_IMAGE_BYTES = 2**26
+PNG = b"\x89PNG\r\n\x1a\n"
+"""First bytes of a PNG file."""
 DAMAGE = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors of a line that is not a rollout."""
 
@@ -142,6 +145,16 @@ class RolloutSearch:
         """Return one rollout with messages and tokens. Raises OSError, ConfigError if there is none."""
         return _whole(self._saved(run, file, number), file, number, _token_texts(run))
 
+    def image(self, run: WatchedRun, digest: str) -> bytes:
+        """Return the PNG file of an image. Raises OSError, ConfigError for a name that is not a digest."""
+        if not IMAGE_DIGEST.fullmatch(digest):
+            raise ConfigError("the digest of an image has 64 hexadecimal digits")
+        with opened_plain(run.inside("media", f"{digest}.png")) as file:
+            content = file.read(MAX_IMAGE_BYTES + 1)
+        if len(content) > MAX_IMAGE_BYTES or not content.startswith(PNG):
+            raise OSError(f"{digest[:6]}….png is not a PNG file of at most {MAX_IMAGE_BYTES} bytes")
+        return content
+
     def _saved(self, run: WatchedRun, file: str, number: int) -> Rollout:
         line = next(islice(plain_lines(_path(run, file)), number, None), None)
         if line is None:
@@ -163,11 +176,13 @@ def _path(run: WatchedRun, file: str) -> Path:
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
-    return "\n".join([content_text(message), *tool_calls(message), *map(str, message.get("tool_call_errors") or ())])
+    return "\n".join(
+        [content_text(message, image_mark), *tool_calls(message), *map(str, message.get("tool_call_errors") or ())]
+    )
 
 
 def _prompt(rollout: Rollout) -> str:
-    return "\n".join(content_text(message) for message in rollout.prompt)
+    return "\n".join(content_text(message, image_mark) for message in rollout.prompt)
 
 
 def _entry(rollout: Rollout, file: str, number: int) -> Entry:
@@ -176,7 +191,7 @@ def _entry(rollout: Rollout, file: str, number: int) -> Entry:
 
 
 def _head(rollout: Rollout, file: str, number: int) -> dict[str, Any]:
-    question = next((content_text(m) for m in rollout.messages if m["role"] == "user"), "")
+    question = next((content_text(m, image_mark) for m in rollout.messages if m["role"] == "user"), "")
     answer = _message_text(rollout.sampled_turns[-1]) if rollout.sampled_turns else ""
     return {
         "file": file,
@@ -203,9 +218,10 @@ def _whole(rollout: Rollout, file: str, number: int, texts: Callable[[int], str]
     for call in rollout.calls:
         prompt_ids = call.prompt.own_ids[:left]
         sampled_ids = call.sampled_ids[: left - len(prompt_ids)]
+        starts = {image.start - call.prompt.num_shared: image for image in call.images}
         left -= len(prompt_ids) + len(sampled_ids)
         calls.append({
-            "prompt": [(token, texts(token)) for token in prompt_ids],
+            "prompt": list(_prompt_tokens(prompt_ids, starts, texts)),
             "sampled": [
                 (token, texts(token), round(logprob, 5))
                 for token, logprob in zip(sampled_ids, call.sampled_logprobs, strict=False)
@@ -217,7 +233,7 @@ def _whole(rollout: Rollout, file: str, number: int, texts: Callable[[int], str]
         "messages": [
             {
                 "role": safe_text(str(message["role"]), 20),
-                "text": safe_text(content_text(message), MAX_MESSAGE),
+                "pieces": _pieces(message),
                 "calls": [safe_text(call, MAX_MESSAGE) for call in tool_calls(message)],
                 "errors": [safe_text(str(error), MAX_MESSAGE) for error in message.get("tool_call_errors") or ()],
                 "isExample": message in examples,
@@ -228,6 +244,33 @@ def _whole(rollout: Rollout, file: str, number: int, texts: Callable[[int], str]
         "calls": calls,
         "isCut": left <= 0,
     }
+
+
+def _pieces(message: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return texts, and images by digest and name, of a message in order."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple) or not any(map(is_stored_image, content)):
+        return [{"text": safe_text(content_text(message, image_mark), MAX_MESSAGE)}]
+    return [
+        {"digest": safe_text(part["digest"], 64), "name": safe_text(image_mark(part), MAX_PREVIEW)}
+        if is_stored_image(part)
+        else {"text": safe_text(content_text({"content": [part]}, image_mark), MAX_MESSAGE)}
+        for part in content
+    ]
+
+
+def _prompt_tokens(
+    ids: Sequence[int], images: Mapping[int, ImageSpan], texts: Callable[[int], str]
+) -> Iterator[tuple[int, str] | dict[str, Any]]:
+    """Yield id and text of each token, and one entry for all tokens of an image. images: by their first position."""
+    end = 0
+    for position, token in enumerate(ids):
+        if image := images.get(position):
+            end = position + image.end - image.start
+            mark = image_mark({"type": "image", "digest": image.digest})
+            yield {"digest": image.digest, "name": mark, "tokens": image.end - image.start}
+        elif position >= end:
+            yield token, texts(token)
 
 
 def _token_texts(run: WatchedRun) -> Callable[[int], str]:

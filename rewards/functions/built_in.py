@@ -13,7 +13,7 @@ from lockstep.rewards.functions.answers import expected, reference
 from lockstep.rewards.functions.numbers import final_number, first_number, only_number
 from lockstep.rewards.shaping import length_penalty
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.records import Rollout
+from lockstep.rollout.records import Rollout, content_text
 
 
 def demo_answer(rollout: Rollout) -> float:
@@ -114,7 +114,7 @@ def repetition(rollout: Rollout, *, ngram: int = 4) -> float:
     """Return minus the share of word n-grams that repeat an earlier one: 0 without repetition, near -1 in a loop."""
     if ngram < 1:
         raise ConfigError(f"repetition: ngram must be at least 1, found {ngram}")
-    words = " ".join(str(turn.get("content") or "") for turn in rollout.sampled_turns).split()
+    words = " ".join(content_text(turn) for turn in rollout.sampled_turns).split()
     grams = Counter(tuple(words[start : start + ngram]) for start in range(len(words) - ngram + 1))
     total = sum(grams.values())
     return -(total - len(grams)) / total if total else 0.0

@@ -25,11 +25,12 @@ from lockstep.rollout.chat.template import History, TemplateRenderer
 from lockstep.rollout.chat.template_files import CONTROL_TOKENS, template_text
 from lockstep.rollout.chat.tool_calls import HARMONY_STOPS, Turn, parse_hermes, parse_llama3
 from lockstep.rollout.errors import ConfigError, TemplateError
-from lockstep.rollout.records import EngineCall, Message
+from lockstep.rollout.records import EngineCall, Message, PromptIds
 from lockstep.rollout.safe_text import error_text
 
-if TYPE_CHECKING:  # with openai_harmony, for models of this format
-    from lockstep.rollout.chat.harmony import HarmonyRenderer
+if TYPE_CHECKING:
+    from lockstep.rollout.chat.harmony import HarmonyRenderer  # with openai_harmony, for models of this format
+    from lockstep.rollout.media.processing import ImageProcessing  # with PIL, for models that see images
 
 _STOPS = {"llama3": ("<|eot_id|>", "<|eom_id|>"), "harmony": HARMONY_STOPS, "hermes": ()}
 """End-of-turn tokens of each format that a template may show only in some turns, for example after a tool call."""
@@ -39,9 +40,15 @@ class Chat:
     """Converter between the messages and the token ids of one model. Stateless: episodes can share it."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, *, history: str = "keep", stop_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        history: str = "keep",
+        stop_token_ids: Sequence[int] = (),
+        images: ImageProcessing | None = None,
     ) -> None:
-        """history: see `History`. stop_token_ids: ids that end a turn beside the tokenizer's own.
+        """history: see `History`. stop_token_ids: ids that end a turn beside the tokenizer's own. images: those of a
+        model that sees them; without it messages with images are refused.
 
         Raises:
             ConfigError: an unknown history, or a tokenizer that cannot encode text without control tokens.
@@ -49,7 +56,7 @@ class Chat:
         """
         if history not in tuple(History):
             raise ConfigError(f"history must be one of {', '.join(History)}; found {history!r}")
-        self.tokenizer = tokenizer
+        self.tokenizer, self.images = tokenizer, images
         vocabulary = tokenizer.get_vocab()
         self._num_ids = 1 + max(vocabulary.values())
         self._format = _format_of(vocabulary)
@@ -72,12 +79,19 @@ class Chat:
             read=self._read,
             stop_token_ids=stops,
             closing_tokens=["<|end|>"] if self._format == "harmony" else [],
+            images=images,
         )
         self._opens_reasoning = self._renderer.opens_reasoning
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, history: str = "keep", trust_remote_code: bool = False, template: str | None = None
+        cls,
+        path: str | Path,
+        *,
+        history: str = "keep",
+        trust_remote_code: bool = False,
+        template: str | None = None,
+        images: ImageProcessing | None = None,
     ) -> Chat:
         """Load a model's tokenizer, and the ids that end a turn from its generation_config.json if it has one.
 
@@ -85,16 +99,32 @@ class Chat:
         Raises `ConfigError` if one of them cannot be read, or the tokenizer lacks control tokens of the template.
         """
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, template=template)
-        return cls(tokenizer, history=history, stop_token_ids=generation_stops(path))
+        return cls(tokenizer, history=history, stop_token_ids=generation_stops(path), images=images)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids at which sampling a turn must stop: end of sequence, end of turn, end of a tool call."""
         return self._renderer.stop_token_ids
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Return the ids of a conversation, up to the start of the next assistant turn. Raises `TemplateError`."""
-        return self._renderer.prompt(messages, tools)
+    def with_digests(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with digests in place of images, which go into the store of images.
+
+        Raises `TemplateError` for an image that cannot be read. A model without images returns the messages.
+        """
+        return messages if self.images is None else self.images.with_digests(messages)
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write tokenizer and chat template, and the image processor of a model that sees images."""
+        self.tokenizer.save_pretrained(directory)
+        if self.images is not None:
+            self.images.save_pretrained(directory)
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> PromptIds:
+        """Return the ids of a conversation, up to the start of the next assistant turn, and its images.
+
+        Raises `TemplateError`.
+        """
+        return self._renderer.prompt(self.with_digests(messages), tools)
 
     def require_tools(self, messages: Sequence[Message], tools: Tools) -> None:
         """Raise `ConfigError` if the template drops the tools: then the prompt is the same without them.
@@ -103,7 +133,7 @@ class Chat:
         """
         if self._shows_tools or not tools:
             return
-        if self._renderer.prompt(messages, tools) != self._renderer.prompt(messages, ()):
+        if self.prompt(messages, tools) != self.prompt(messages, ()):
             self._shows_tools = True
             return
         names = ", ".join(str(tool.get("function", tool).get("name", "?")) for tool in tools)
@@ -118,8 +148,8 @@ class Chat:
 
     def extend(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools = ()
-    ) -> list[int] | None:
-        """Return the ids of the next prompt: the last call's prompt, its sampled ids, then the new messages.
+    ) -> PromptIds | None:
+        """Return the next prompt: the ids and images of the last call, its sampled ids, then the new messages.
 
         A turn that was cut by length gets its closing tokens; a sampled stop token stays. None if the extension cannot
         be proven correct: render the conversation with `prompt`. Raises `TemplateError` unless `history`, all messages
@@ -127,7 +157,7 @@ class Chat:
         """
         if not history or history[-1].get("role") != "assistant":
             raise TemplateError("extend: the history must end with the assistant message parsed from the call")
-        return self._renderer.extend(call, history, new_messages, tools)
+        return self._renderer.extend(call, self.with_digests(history), self.with_digests(new_messages), tools)
 
     def turn(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of the last message, an assistant turn, as the model would have sampled them after `prompt`.
@@ -137,7 +167,7 @@ class Chat:
         """
         if not messages or messages[-1].get("role") != "assistant":
             raise TemplateError("a turn must be an assistant message, the last one of its conversation")
-        return self._renderer.turn(messages, tools)
+        return self._renderer.turn(self.with_digests(messages), tools)
 
     def parity(self, messages: Sequence[Message]) -> str:
         """Compare the two renderers of a Harmony model on a prompt, in a sentence; "" for a model with one renderer."""

@@ -29,7 +29,7 @@ from lockstep.rollout.chat.template import History
 from lockstep.rollout.chat.tool_calls import HARMONY_STOPS, ToolCall, Turn, read_arguments
 from lockstep.rollout.chat.untrusted import word_not_in
 from lockstep.rollout.errors import ConfigError, TemplateError
-from lockstep.rollout.records import EngineCall, Message
+from lockstep.rollout.records import EngineCall, Message, PromptIds
 
 CONTROL_IDS: Mapping[str, int] = {
     "<|return|>": 200002,
@@ -68,12 +68,12 @@ class HarmonyRenderer:
         self._history = history
         self._config = harmony.RenderConversationConfig(auto_drop_analysis=history is History.TEMPLATE)
 
-    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        return self._render(normalize_messages(messages), tools, opens_turn=True)
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> PromptIds:
+        return PromptIds(self._render(normalize_messages(messages), tools, opens_turn=True))
 
     def extend(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
-    ) -> list[int] | None:
+    ) -> PromptIds | None:
         _, *new = normalize_messages([history[-1], *new_messages])
         glue = self._glue(new, tools)
         if glue is None:
@@ -82,7 +82,7 @@ class HarmonyRenderer:
             return None
         is_closed = bool(call.sampled_ids) and call.sampled_ids[-1] in (*self.stop_token_ids, CONTROL_IDS["<|end|>"])
         closing = [] if is_closed else [CONTROL_IDS["<|end|>"]]
-        return [*call.all_ids, *closing, *glue]
+        return PromptIds([*call.all_ids, *closing, *glue])
 
     def turn(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the ids of the assistant turn that ends these messages; see `Chat.turn`."""

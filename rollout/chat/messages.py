@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.rollout.chat.tool_calls import without_surrogates
 from lockstep.rollout.errors import TemplateError
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, is_stored_image
 
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools in the OpenAI form, as chat templates render them."""
@@ -24,13 +24,15 @@ _ANNOTATIONS = frozenset(
 do not see them."""
 
 
-def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def normalize_messages(messages: Sequence[Message], *, sees_images: bool = False) -> list[dict[str, Any]]:
     """Return copies of the messages in one form.
 
     Text parts are joined, missing content is "", tool-call arguments are objects (templates write them with `tojson`,
     which would quote a string twice), a tool result carries the name of its own tool (found by `tool_call_id`), and
     lone surrogates, which no tokenizer can encode, become U+FFFD. Raises `TemplateError`: a message has no role, or
     content that is not text.
+
+    sees_images: content with images, given by their digests (`rollout/media/processing.py`), stays a list of its parts.
     """
     names: dict[str, str] = {}
     copies = []
@@ -40,7 +42,7 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             raise TemplateError(f"message {index} has role {role!r}; expected system, user, assistant or tool")
         copy = {key: value for key, value in message.items() if key not in _ANNOTATIONS}
         copy = map_text(copy, without_surrogates)
-        copy["content"] = _text(copy.get("content"), index)
+        copy["content"] = _content(copy.get("content"), index, sees_images=sees_images and role != "assistant")
         if copy.get("tool_calls"):
             copy["tool_calls"] = [_tool_call(call, index) for call in copy["tool_calls"]]
             names |= {call["id"]: call["function"]["name"] for call in copy["tool_calls"] if "id" in call}
@@ -50,6 +52,17 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             copy["name"] = names[copy["tool_call_id"]]
         copies.append(copy)
     return copies
+
+
+def _content(content: Any, index: int, *, sees_images: bool) -> str | list[dict[str, str]]:
+    if not (sees_images and isinstance(content, list) and any(map(is_stored_image, content))):
+        return _text(content, index)
+    return [
+        {"type": "image", "digest": part["digest"]}
+        if is_stored_image(part)
+        else {"type": "text", "text": _text([part], index)}
+        for part in content
+    ]
 
 
 def _text(content: Any, index: int) -> str:

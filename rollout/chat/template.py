@@ -35,7 +35,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
@@ -44,7 +44,10 @@ from lockstep.rollout.chat.messages import Tools, map_text, normalize_messages
 from lockstep.rollout.chat.tool_calls import THINK_CLOSE, THINK_OPEN, Turn
 from lockstep.rollout.chat.untrusted import Mask, UntrustedTextEncoder, word_not_in
 from lockstep.rollout.errors import TemplateError
-from lockstep.rollout.records import EngineCall, Message
+from lockstep.rollout.records import EngineCall, Message, PromptIds
+
+if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
 
 log = logging.getLogger(__name__)
 
@@ -81,19 +84,21 @@ class TemplateRenderer:
         read: Callable[[Sequence[int], Tools], Turn],
         stop_token_ids: Sequence[int],
         closing_tokens: Sequence[str] = (),
+        images: ImageProcessing | None = None,
     ) -> None:
         """Raises `TemplateError` without a chat template that can render one user and one assistant turn.
 
         parse, read: parsers of an assistant turn's text and of its sampled ids; used under history `template`.
         stop_token_ids: known to end a turn. The end-of-turn token of the template is added.
         closing_tokens: further tokens that may close a turn in a rendering, though sampling goes on after them.
+        images: those of a model that sees them, which messages name by digests.
         """
         if not tokenizer.chat_template:
             raise TemplateError(
                 "the tokenizer has no chat template; use an instruction-tuned model, or put a chat_template.jinja "
                 "into the model's directory"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._images = tokenizer, images
         self._history = history
         self._parse, self._read = parse, read
         self._encoder = UntrustedTextEncoder(tokenizer)
@@ -110,9 +115,15 @@ class TemplateRenderer:
         self.opens_reasoning: bool = opening.rfind(THINK_OPEN) > opening.rfind(THINK_CLOSE)
         """True if the generation prompt ends inside a think block, so that a sampled turn begins in one."""
 
-    def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Return the ids of the conversation, up to the start of the next assistant turn. Raises `TemplateError`."""
-        conversation = normalize_messages(messages)
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> PromptIds:
+        """Return the ids of the conversation, up to the start of the next assistant turn, and its images.
+
+        Raises `TemplateError`.
+        """
+        conversation = self._normalized(messages)
+        return self._with_images(self._rendered_prompt(conversation, tools), conversation)
+
+    def _rendered_prompt(self, conversation: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
         if self._shows_the_time:
             return self._prompt(conversation, tools)
         try:
@@ -120,6 +131,13 @@ class TemplateRenderer:
         except (TypeError, ValueError):  # a tool schema with values that are not JSON: rendered, but not cached
             return self._prompt(conversation, tools)
         return list(self._cached_prompt(as_json))
+
+    def _normalized(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return normalize_messages(messages, sees_images=self._images is not None)
+
+    def _with_images(self, ids: list[int], messages: Sequence[Mapping[str, Any]]) -> PromptIds:
+        """Return the ids of a rendering of these messages, with as many for each image as stand for it."""
+        return PromptIds(ids) if self._images is None else self._images.expanded(ids, messages)
 
     def _prompt_from_json(self, as_json: str) -> tuple[int, ...]:
         return tuple(self._prompt(*json.loads(as_json)))
@@ -139,7 +157,7 @@ class TemplateRenderer:
         The prompt and the turn are encoded apart, since the model reads a finished prompt when it samples: a token
         across the boundary could not have been sampled.
         """
-        conversation = normalize_messages(messages)
+        conversation = self._normalized(messages)
         number, last = len(conversation) - 1, conversation[-1]
         mask = self._encoder.mask_for([conversation, tools])
         prompt = self._render_masked(conversation[:-1], tools, mask, opens_turn=True)
@@ -162,9 +180,9 @@ class TemplateRenderer:
 
     def extend(
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
-    ) -> list[int] | None:
+    ) -> PromptIds | None:
         """Return the ids of the call, closing tokens, new messages and generation prompt; None if unproven."""
-        turn, *new = normalize_messages([history[-1], *new_messages])
+        turn, *new = self._normalized([history[-1], *new_messages])
         glue = self._glue(call, turn, new, tools)
         if glue is None:
             return None
@@ -176,7 +194,9 @@ class TemplateRenderer:
         stop = call.sampled_ids[-1] if call.sampled_ids else None
         if stop in self.stop_token_ids and (ids[0] == stop or (closes and ids[0] in self._closing_ids)):
             ids = ids[1:]  # the sampled stop token stays and is not doubled
-        return [*call.all_ids, *ids]
+        all_ids, glue_ids = call.all_ids, self._with_images(ids, new)
+        new_images = (image.shifted(len(all_ids)) for image in glue_ids.images)
+        return PromptIds((*all_ids, *glue_ids), (*call.images, *new_images))
 
     def _glue(
         self, call: EngineCall, turn: Mapping[str, Any], new: Sequence[Mapping[str, Any]], tools: Tools
@@ -260,7 +280,7 @@ class TemplateRenderer:
     def _warn_of_dropped(self, between_words: Sequence[Mapping[str, Any]], rendered: str, word: str) -> None:
         """Log once per role that a rendering of messages between words shows a content nowhere."""
         for message in between_words:
-            match = re.search(f"{word}x[0-9]+x", message["content"])
+            match = re.search(f"{word}x[0-9]+x", _joined_text(message["content"]))
             role = str(message["role"])
             if match and match[0] not in rendered and role not in self._roles_dropped:
                 self._roles_dropped.add(role)
@@ -274,7 +294,7 @@ class TemplateRenderer:
         self, call: EngineCall, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools, glue: str
     ) -> bool:
         """Return True if the template renders the last prompt and the last turn unchanged before the new messages."""
-        conversation = normalize_messages([*history, *new_messages])
+        conversation = self._normalized([*history, *new_messages])
         prompt = self._render(conversation[: len(history) - 1], tools, opens_turn=True)
         whole = self._render(conversation, tools, opens_turn=True)
         if not whole.startswith(prompt) or not whole[len(prompt) :].endswith(glue):
@@ -320,7 +340,7 @@ class TemplateRenderer:
             tokenize=False,
         )
         assert isinstance(rendering, str)
-        return rendering
+        return rendering if self._images is None else self._images.rendered(rendering)
 
 
 def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -381,12 +401,20 @@ def _between_words(messages: Sequence[Mapping[str, Any]], word: str) -> tuple[li
     enclosed_messages = []
     for message in messages:
         copy = dict(message)
-        if message["content"] or "tool_calls" not in message:
+        if isinstance(message["content"], list):
+            copy["content"] = [
+                {**part, "text": enclose(part["text"])} if "text" in part else part for part in message["content"]
+            ]
+        elif message["content"] or "tool_calls" not in message:
             copy["content"] = enclose(message["content"])
         if "tool_calls" in message:
             copy["tool_calls"] = [enclose_call(call) for call in message["tool_calls"]]
         enclosed_messages.append(copy)
     return enclosed_messages, next(numbers)
+
+
+def _joined_text(content: str | Sequence[Mapping[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _is_whole(text: str, with_words: str, word: str, count: int) -> bool:

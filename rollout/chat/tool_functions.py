@@ -1,10 +1,11 @@
-"""Python functions as tools: schemas from their signatures, arguments of the types that they name, results as text.
+"""Python functions as tools: schemas from their signatures, arguments of the types that they name, results as content.
 
 Covered: the types of JSON, and what pydantic makes of JSON: enums, dates, paths, UUIDs, decimals, sets, tuples, typed
 dicts, named tuples, dataclasses and pydantic models. A function with a parameter of another type is refused.
 
 A text is the result as it stands; the others are JSON: numbers, lists and mappings, records as mappings, iterators and
-arrays as lists, data frames as lists of rows, bytes as UTF-8, and other objects by the text that their class defines.
+arrays as lists, data frames as lists of rows, bytes as UTF-8, and other objects by the text that their class
+defines. An image of PIL, alone or in a list with texts, is a part of the content.
 
 Not covered: recursive types, iterators without end inside of a result.
 """
@@ -35,6 +36,8 @@ from lockstep.rollout.system.deadline import function_name, is_async
 MAX_ITEMS = 100_000
 """Most items of an iterator that a tool returns: one may have no end."""
 _ANY = TypeAdapter(Any)
+Content = str | list[dict[str, Any]]
+"""Content of a message: a text, or a list of parts of type text or image."""
 
 
 class BadArgumentsError(Exception):
@@ -53,21 +56,21 @@ class ToolSignature:
     """By name: the parameters whose values JSON cannot hold, and their conversion."""
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, sync or async as it is, with arguments from JSON by keyword, and its result as text.
+        """Return the function, sync or async as it is, with arguments from JSON by keyword, and its result as content.
 
         It raises `BadArgumentsError`, what the function raises, and what `result_text` raises.
         """
         if is_async(function):
 
             @functools.wraps(function)
-            async def call_async(**arguments: Any) -> str:
-                return result_text(await function(**self._converted(arguments)))
+            async def call_async(**arguments: Any) -> Content:
+                return result_content(await function(**self._converted(arguments)))
 
             return call_async
 
         @functools.wraps(function)
-        def call(**arguments: Any) -> str:
-            return result_text(function(**self._converted(arguments)))
+        def call(**arguments: Any) -> Content:
+            return result_content(function(**self._converted(arguments)))
 
         return call
 
@@ -125,6 +128,21 @@ def describe(function: Callable[..., Any]) -> ToolSignature:
     arguments = {**_with_null(parameters), "additionalProperties": False}
     adapters = {name: adapter for name, (adapter, _) in conversions.items()}
     return ToolSignature(schema=schema, arguments=arguments, adapters=adapters)
+
+
+def result_content(value: Any) -> Content:
+    """Return the result of a tool as the content of a message: a text, or parts for an image, alone or in a list.
+
+    Images are those of PIL. Raises as `result_text`.
+    """
+    pil = sys.modules.get("PIL.Image")  # a tool that returns an image has imported it
+    parts = value if isinstance(value, list | tuple) else (value,)
+    if pil is None or not any(isinstance(part, pil.Image) for part in parts):
+        return result_text(value)
+    return [
+        {"type": "image", "image": part} if isinstance(part, pil.Image) else {"type": "text", "text": result_text(part)}
+        for part in parts
+    ]
 
 
 def result_text(value: Any) -> str:

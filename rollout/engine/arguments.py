@@ -74,7 +74,20 @@ def engine_arguments(settings: EngineSettings, *, is_cpu: bool) -> dict[str, Any
         overrides |= {"conv_dim": text.hidden_size, "block_dim": text.hidden_size}
     overrides |= _as_transformers(path, text, is_cpu=is_cpu)
     if hasattr(config, "vision_config"):
-        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # leaves out the vision tower, which is not trained
+        # Without images the vision tower is left out.
+        arguments["limit_mm_per_prompt"] = {"image": settings.max_images, "video": 0}
+        if settings.max_images:
+            # Each request brings its tensors, and they are normalized already.
+            arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
+    if config.model_type == "gemma3" and settings.max_images:
+        if text.sliding_window < config.mm_tokens_per_image:
+            raise ConfigError(
+                f"{path} has images of {config.mm_tokens_per_image} tokens and a window of {text.sliding_window}: in "
+                "vLLM the tokens of such an image do not attend to all of it, in the trainer they do; set model.path "
+                "to another model"
+            )
+        if is_cpu:  # the repair of its attention (`cpu_image_attention.py`) needs whole prompts
+            arguments["enable_prefix_caching"] = False
     is_multimodal = hasattr(config, "vision_config") or text.model_type.startswith("qwen3_5")
     if is_multimodal and find_spec("torchvision") is None:
         raise ConfigError(

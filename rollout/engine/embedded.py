@@ -39,6 +39,7 @@ from lockstep.rollout.engine.engine_answers import (
     answer_of,
     check_prompt,
     engine_call,
+    refuse_images,
     sample_params,
     score_params,
     single_version,
@@ -49,7 +50,7 @@ from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from lockstep.rollout.engine.protocol import POLICY
 from lockstep.rollout.engine.token_scores import TokenScores, token_scores
 from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
-from lockstep.rollout.records import EngineCall
+from lockstep.rollout.records import EngineCall, ImageSpan
 from lockstep.rollout.system.addresses import LOOPBACK
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.captured_output import redirect_output
@@ -60,7 +61,9 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from lockstep.rollout.engine.image_prompts import ImagePrompts
     from lockstep.rollout.engine.protocol import Sampling
+    from lockstep.rollout.media.processing import ImageProcessing
 
 T = TypeVar("T")
 
@@ -83,6 +86,8 @@ class EmbeddedEngine:
     num_workers = 1
     _adapters: AdapterSettings | None = None
     _quantization: str | None = None
+    _images: ImageProcessing | None = None
+    _image_prompts: ImagePrompts | None = None
 
     def __init__(
         self,
@@ -91,11 +96,12 @@ class EmbeddedEngine:
         loop: BackgroundLoop,
         log_path: str | Path,
         name: str = "the embedded engine",
+        images: ImageProcessing | None = None,
     ) -> None:
         """Load the model, as version 0, and wait until the engine can sample.
 
-        log_path: file to which vLLM and its processes append. Raises `EngineError`: vLLM could not load the model, or
-        not in time.
+        log_path: file to which vLLM and its processes append. images: those of the model, for `max_images` above 0.
+        Raises `EngineError`: vLLM could not load the model, or not in time.
         """
         self.name, self.loop, self.log_path = name, loop, Path(log_path)
         self.weight_transfer_backend = settings.weight_transfer_backend
@@ -104,6 +110,8 @@ class EmbeddedEngine:
         self._admits = asyncio.Event()
         """Unset from a pause that drains or aborts until the engine resumes: vLLM 0.33 refuses requests meanwhile."""
         self._admits.set()
+        if settings.max_images and images is None:
+            raise ConfigError("an engine with max_images above 0 needs the image processing of its model")
         is_cpu = not torch.cuda.is_available()
         eager = is_cpu and not settings.compile_on_cpu
         if is_cpu and settings.compile_on_cpu:
@@ -123,7 +131,7 @@ class EmbeddedEngine:
             "distributed_executor_backend": "uni",
             "logprobs_mode": "processed_logprobs",
             "weight_transfer_config": {"backend": settings.weight_transfer_backend},
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not settings.max_images,  # vLLM's own processor of images is made with a tokenizer
             "disable_log_stats": True,
             "scheduler_cls": SCHEDULER,
             "trust_remote_code": settings.trust_remote_code,
@@ -138,6 +146,16 @@ class EmbeddedEngine:
         self.max_model_len = self._context if settings.max_model_len is None else settings.max_model_len
         self.vocab_size = self.llm.model_config.get_vocab_size()
         self.dtype = self.llm.model_config.dtype
+        if settings.max_images and images is not None:
+            from lockstep.rollout.engine.image_prompts import ImagePrompts  # engines of text do not load it
+
+            self._images = images
+            self._image_prompts = ImagePrompts(
+                images,
+                max_images=settings.max_images,
+                dtype=self.dtype,
+                processor=self.llm.renderer.get_mm_processor(),
+            )
 
     def _launch(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,14 +202,20 @@ class EmbeddedEngine:
         """See `SyncedEngine`."""
         return self._adapters is not None
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         """See `Engine.generate`."""
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = sample_params(sampling, room=room)
-        output = await self._request(prompt_ids, params, sampling.model)
+        output = await self._request(prompt_ids, params, sampling.model, images)
+        answer = answer_of(output.outputs[0])
+        if self._images is not None:
+            self._images.refuse_sampled(answer.sampled_ids, self.name)
         return engine_call(
             prompt_ids,
-            answer_of(output.outputs[0]),
+            answer,
+            images=images,
             with_support=sampling.truncates,
             with_routes=sampling.needs_routes,
             max_tokens=params["max_tokens"],
@@ -199,16 +223,16 @@ class EmbeddedEngine:
             source=self.name,
         )
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """See `Engine.score`."""
-        return (await self.score_ranked(ids))[0]
+        return (await self.score_ranked(ids, images))[0]
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         """See `Engine.score_ranked`."""
         from vllm.logprobs import FlatLogprobs
 
         check_prompt(ids, max_model_len=self._context, vocab_size=self.vocab_size)
-        output = await self._request(ids, score_params())
+        output = await self._request(ids, score_params(), images=images)
         flat = output.prompt_logprobs
         # Position 0 has no logprob, so the flat list starts with the token at position 1.
         if not isinstance(flat, FlatLogprobs) or list(flat.token_ids) != list(ids[1:]):
@@ -280,6 +304,8 @@ class EmbeddedEngine:
     async def reset_prefix_cache(self) -> None:
         if not await self._call(self.llm.reset_prefix_cache(), "reset the prefix cache"):
             raise EngineError(f"{self.name} did not reset its prefix cache: requests hold blocks; pause it first")
+        if self._images is not None:  # vLLM keeps what the vision tower computed apart from the KV cache
+            await self._call(self.llm.reset_encoder_cache(), "reset the cache of images")
 
     async def weight_checksums(self) -> dict[str, str]:
         workers = await self._call(self.llm.compute_weight_checksums(), "compute checksums of the weights")
@@ -323,14 +349,22 @@ class EmbeddedEngine:
         wait=wait_exponential_jitter(multiplier=FIRST_PAUSE_S, jitter=FIRST_PAUSE_S),
         reraise=True,
     )
-    async def _request(self, ids: Sequence[int], params: dict[str, Any], model: str = POLICY) -> RequestOutput:
+    async def _request(
+        self, ids: Sequence[int], params: dict[str, Any], model: str = POLICY, images: Sequence[ImageSpan] = ()
+    ) -> RequestOutput:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         settings = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
-        return await self._call(self._final_output(ids, settings, model), "sample", timeout_s=self._request_timeout_s)
+        if self._image_prompts is None:
+            refuse_images(images, source=f"{self.name}, started without model.images.max_per_prompt,")
+            prompt = {"prompt_token_ids": list(ids)}
+        else:
+            prompt = self._image_prompts.input(ids, images)
+        answer = self._final_output(prompt, settings, model)
+        return await self._call(answer, "sample", timeout_s=self._request_timeout_s)
 
-    async def _final_output(self, ids: Sequence[int], settings: SamplingParams, model: str) -> RequestOutput:
+    async def _final_output(self, prompt: Any, settings: SamplingParams, model: str) -> RequestOutput:
         await self._admits.wait()
         adapter: dict[str, Any] = {}
         if self._adapters is None:
@@ -338,7 +372,7 @@ class EmbeddedEngine:
         else:
             adapter["lora_request"] = self._adapters.request(model)
         name = f"lockstep-{next(self._request_ids)}"
-        stream = self.llm.generate({"prompt_token_ids": list(ids)}, settings, name, **adapter)
+        stream = self.llm.generate(prompt, settings, name, **adapter)
         outputs = [output async for output in stream]
         if len(outputs) != 1:
             raise EvidenceError(f"engine: the request ended with {len(outputs)} outputs, expected 1")

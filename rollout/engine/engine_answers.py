@@ -19,6 +19,7 @@ from lockstep.rollout.records import (
     ENGINE_FILLER_LOGPROB,
     EngineCall,
     FinishReason,
+    ImageSpan,
     Routes,
     SamplingSupport,
     VersionSpan,
@@ -116,6 +117,14 @@ def check_prompt(ids: Sequence[int], *, max_model_len: int, vocab_size: int) -> 
     return room
 
 
+def refuse_images(images: Sequence[ImageSpan], *, source: str) -> None:
+    """Raise `EngineError` for a request with images to an engine that does not carry them."""
+    if images:
+        raise EngineError(
+            f"{source} does not take images; sample with the engine of this process: rollout.engine=embedded"
+        )
+
+
 def sample_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
     """Return the fields of vLLM's `SamplingParams`, in full (see `Sampling`).
 
@@ -166,6 +175,7 @@ def engine_call(
     prompt_ids: Sequence[int],
     answer: Answer,
     *,
+    images: Sequence[ImageSpan] = (),
     with_support: bool,
     with_routes: bool = False,
     max_tokens: int,
@@ -178,6 +188,7 @@ def engine_call(
     if the sampling weights have no valid version.
 
     Args:
+        images: those of the prompt.
         with_support: True if sampling was truncated, so the candidates must be the whole support.
         with_routes: `Sampling.needs_routes`; other routes are dropped.
         max_tokens: number of tokens that were requested.
@@ -216,6 +227,7 @@ def engine_call(
         ),
         support=_support(answer, source) if with_support else None,
         routes=Routes(own=answer.routes) if with_routes and answer.routes is not None else None,
+        images=tuple(images),
     )
 
 

@@ -29,6 +29,8 @@ class EngineSettings:
     """Prepare for `Sampling.with_routes`; of a mixture of experts."""
     batch_invariant: bool = False
     """Compute each request as if it were alone in its batch; on GPUs, where vLLM can."""
+    max_images: int = 0
+    """Most images of a prompt; 0 leaves out the vision tower of a model that has one."""
     seed: int = 0
     """For requests without one."""
     max_num_seqs: int = 256

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 
-from lockstep.rollout.engine import adapters
+from lockstep.rollout.engine import adapters, cpu_image_attention
 from lockstep.rollout.engine.repairs import (
     cpu_convolutions,
     cpu_delta_net,
@@ -82,6 +82,7 @@ def register() -> None:
     if current_platform.is_cpu():
         cpu_logprobs.install()
         cpu_delta_net.install()
+        cpu_image_attention.install()
         cpu_products.install()
         cpu_lora.install()
         cpu_convolutions.install()

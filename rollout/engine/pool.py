@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lockstep.rollout.engine.protocol import PooledEngine, Sampling
 from lockstep.rollout.engine.token_scores import TokenScores
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.records import EngineCall
+from lockstep.rollout.records import EngineCall, ImageSpan
 
 REMEMBERED_KEYS = 65536
 """Number of affinity keys whose engine is remembered, most recently used first."""
@@ -44,22 +44,24 @@ class EnginePool:
     def max_model_len(self) -> int:
         return min(member.max_model_len for member in self.members)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         index = self._choose(sampling.affinity)
         self._in_flight[index] += 1
         try:
-            return await self.members[index].generate(prompt_ids, sampling)
+            return await self.members[index].generate(prompt_ids, sampling, images)
         finally:
             self._in_flight[index] -= 1
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        return (await self.score_ranked(ids))[0]
+    async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
+        return (await self.score_ranked(ids, images))[0]
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         index = self._least_loaded()
         self._in_flight[index] += 1
         try:
-            return await self.members[index].score_ranked(ids)
+            return await self.members[index].score_ranked(ids, images)
         finally:
             self._in_flight[index] -= 1
 

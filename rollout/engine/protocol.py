@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # settings are checked before torch is imported, and the chec
     import torch
 
     from lockstep.rollout.engine.token_scores import TokenScores
-    from lockstep.rollout.records import EngineCall
+    from lockstep.rollout.records import EngineCall, ImageSpan
     from lockstep.rollout.system.background_loop import BackgroundLoop
 
 POLICY, BASE = "policy", "base"
@@ -92,25 +92,30 @@ class Engine(Protocol):
         """Longest prompt plus completion, in tokens."""
         ...
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         """Sample one completion; `max_tokens` is reduced to the room left in the context.
 
+        images: those of the prompt, whose ids are in it (`rollout/media/processing.py`).
+
         Raises:
-            EngineError: the prompt does not fit or has ids outside the vocabulary; the engine is dead, hangs or
-                refuses; or its weights have no valid version.
+            EngineError: the prompt does not fit, has ids outside the vocabulary, or images that the engine does not
+                take; the engine is dead, hangs or refuses; or its weights have no valid version.
             RequestError: this request failed repeatedly in a live engine.
-            EvidenceError: ids, logprobs or version spans of the answer are missing or inconsistent.
+            EvidenceError: ids, logprobs or version spans of the answer are missing or inconsistent, or a token that
+                only an image may bring was sampled.
         """
         ...
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """Return log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, without cached prefixes.
 
         At most `max_model_len - 1` ids, because vLLM samples one more token; more where its context is longer.
         """
         ...
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         """Return the scores of `score`, and the rank of each scored token in its distribution; 1: the most probable."""
         ...
 

@@ -22,6 +22,8 @@ class GatewaySettings:
     """Further models that they may ask for: adapters of the engine (`Sampling.model`)."""
     max_request_mib: float = 64.0
     """A conversation that is sent back with its ids and logprobs takes about 30 bytes per sampled token."""
+    max_images: int = 0
+    """Most images of one prompt."""
 
     def __post_init__(self) -> None:
         if self.api_key is not None and len(self.api_key) < 8:

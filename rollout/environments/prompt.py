@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.rollout.errors import DataError
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, image_parts, is_image_part
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 """Columns searched when none is named; the first that the row fills wins."""
+
+IMAGE_COLUMNS = ("images", "image")
+"""Columns with the images of the prompt."""
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+SEES_IMAGES = "model.images.max_per_prompt=<the most images of a row> with a model that sees images"
 
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 """Roles of other formats, by ours. A template may write them, but no judge would see a question."""
@@ -63,8 +69,15 @@ class PromptReader:
                     f"column {name}: found the JSON text of messages, {value!r:.80}, which the model would read as one "
                     "turn of a user; expected the list itself, in a JSONL, JSON or parquet file"
                 )
-            return self._with_system(({"role": "user", "content": self.template.replace("{prompt}", value)},))
-        return self._with_system(_read_messages(name, value))
+            turns: tuple[Message, ...] = ({"role": "user", "content": self.template.replace("{prompt}", value)},)
+        else:
+            turns = _read_messages(name, value)
+        images = example.get("images")
+        if isinstance(images, list) and all(map(is_image_part, images)):
+            from lockstep.rollout.media.placement import placed  # rows without images do not load it
+
+            turns = placed(turns, images)
+        return self._with_system(turns)
 
     def _with_system(self, turns: tuple[Message, ...]) -> tuple[Message, ...]:
         if self.system is not None and turns[0]["role"] not in ("system", "developer"):
@@ -75,6 +88,53 @@ class PromptReader:
 def is_empty(value: Any) -> bool:
     """True for null and for a text of spaces, the empty cell of CSV."""
     return value is None or (isinstance(value, str) and not value.strip())
+
+
+def image_values(value: Any) -> list[Any]:
+    """Return the images of a column of images; none for an empty one."""
+    return list(value) if isinstance(value, list | tuple) else [] if is_empty(value) else [value]
+
+
+def is_image(value: Any) -> bool:
+    """True for an image as `datasets` gives it."""
+    return isinstance(value, Mapping) and value.keys() == {"bytes", "path"}
+
+
+def _is_image_file(value: Any) -> bool:
+    """True for bytes, a data URL, or the path of an image; a column `image` may also name that of a container."""
+    return isinstance(value, bytes) or (
+        isinstance(value, str) and (value.startswith("data:image/") or value.lower().endswith(IMAGE_SUFFIXES))
+    )
+
+
+def num_images(messages: Sequence[Message]) -> int:
+    """Count the images of messages, and their places."""
+    return sum(len(image_parts(message)) for message in messages)
+
+
+def too_many_images(count: int, most: int) -> str:
+    """Return a sentence for a row with more images than `most`."""
+    return (
+        f"the prompt has {count} images, model.images.max_per_prompt={most}; set "
+        f"model.images.max_per_prompt={count}, or leave the row out"
+    )
+
+
+def images_problem(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
+    """Return a sentence for a row with images in a run that sees none; None without images."""
+    for name, value in row.items():
+        values = image_values(value)
+        if values and (is_image(values[0]) or (name in IMAGE_COLUMNS and _is_image_file(values[0]))):
+            return of_unread_column(name)
+    if num_images(messages):
+        return f"its messages hold images; set {SEES_IMAGES}, or leave the row out"
+    return None
+
+
+def of_unread_column(name: str) -> str:
+    """Return a sentence for a column of images in a run that sees none."""
+    also = "" if name in (*IMAGE_COLUMNS, *PROMPT_COLUMNS) else f" and 'data.columns={{images: {name}}}'"
+    return f"column {name} holds images; set {SEES_IMAGES}{also}, or leave it out: set 'data.columns={{{name}: null}}'"
 
 
 def without_nulls(value: Any) -> Any:

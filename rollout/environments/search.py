@@ -28,7 +28,7 @@ from lockstep.rollout.environments.declaration import Declaration
 from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.episode.environment import Step
 from lockstep.rollout.errors import ConfigError, SearchError
-from lockstep.rollout.records import Message
+from lockstep.rollout.records import Message, content_text
 from lockstep.rollout.replies import limited_session, read_body, read_json
 from lockstep.rollout.system.deadline import uncounted
 
@@ -97,7 +97,7 @@ class SearchEnvironment:
     async def step(self, message: Message) -> Step:
         """Answer an assistant turn. `outcome["answer"]` is empty unless the action of the turn is an answer. Raises
         `SearchError`."""
-        match = _ACTION.search(str(message.get("content") or ""))
+        match = _ACTION.search(content_text(message))
         if match is None:
             return Step(messages=(_user(INVALID),), outcome={"answer": "", "invalid_actions": 1})
         action, text = match[1], match[2].strip()

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from lockstep.rollout.chat.tool_functions import BadArgumentsError, describe
+from lockstep.rollout.chat.tool_functions import BadArgumentsError, Content, describe
 from lockstep.rollout.errors import ConfigError, ToolServerError
-from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.records import Message, Rollout, content_text
 from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned, call_with_deadline
@@ -60,7 +60,7 @@ class ReadyTool:
 
     schema: Mapping[str, Any]
     """In the OpenAI form."""
-    call: Callable[[Mapping[str, Any]], Awaitable[str]]
+    call: Callable[[Mapping[str, Any]], Awaitable[Content]]
     """Function of the arguments. Raises `BadArgumentsError` for those that its schema refuses."""
 
 
@@ -70,7 +70,7 @@ class ToolResult:
 
     name: str
     call_id: str
-    content: str
+    content: Content
     fault: ToolFault | None = None
 
     @property
@@ -147,7 +147,7 @@ class Toolbox:
         content, fault = await self._run(name, call["function"].get("arguments"))
         return ToolResult(name=name, call_id=str(call.get("id", "")), content=content, fault=fault)
 
-    async def _run(self, name: str, raw_arguments: Any) -> tuple[str, ToolFault | None]:
+    async def _run(self, name: str, raw_arguments: Any) -> tuple[Content, ToolFault | None]:
         if name not in self._functions:
             tool_names = ", ".join(self._functions) or "none"
             return _error_text(f"there is no tool {name!r}; tools: {tool_names}"), ToolFault.UNKNOWN_TOOL
@@ -174,8 +174,10 @@ class Toolbox:
             return _exception_text(result.error), ToolFault.EXCEPTION
         return self._cut(result.value), None
 
-    def _cut(self, text: str) -> str:
-        text = _printable(text)
+    def _cut(self, content: Content) -> Content:
+        if not isinstance(content, str):
+            return [part | {"text": self._cut(part["text"])} if "text" in part else part for part in content]
+        text = _printable(content)
         if len(text) <= self._max_result_chars:
             return text
         return f"{text[: self._max_result_chars]}\n[cut: {len(text)} characters, {self._max_result_chars} shown]"
@@ -204,11 +206,11 @@ def failed_call(rollouts: Iterable[Rollout]) -> str | None:
     failed = (one for one in rollouts if 0 < count(one, "tool_errors") == count(one, "tool_calls"))
     by_exceptions = sorted(failed, key=lambda one: -count(one, f"tool_errors_{ToolFault.EXCEPTION}"))
     answers = (message for one in by_exceptions for message in one.messages if message["role"] == "tool")
-    return next((str(message["content"]) for message in answers), None)
+    return next((content_text(message) for message in answers), None)
 
 
-def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[str]]) -> ToolFunction:
-    async def by_keyword(**arguments: Any) -> str:
+def _by_keyword(call: Callable[[Mapping[str, Any]], Awaitable[Content]]) -> ToolFunction:
+    async def by_keyword(**arguments: Any) -> Content:
         return await call(arguments)
 
     return by_keyword

@@ -8,6 +8,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.records import is_image_part
 from lockstep.rollout.replies import MAX_DEPTH, depth_of, read_number
 
 MAX_FACTS = 1000
@@ -96,7 +97,8 @@ def _messages_problem(value: Any) -> str:
         parts = content if isinstance(content, list) else ()
         if not isinstance(content, str | list | None) or not all(isinstance(part, dict) for part in parts):
             return f"returned a message with the content {content!r:.80}; expected a text, or a list of mappings"
-        if not _is_json(dict(message)):
+        texts = [part for part in parts if not is_image_part(part)]  # images are read by the chat
+        if not _is_json({**message, "content": texts if isinstance(content, list) else content}):
             return f"returned the message {dict(message)!r:.200}; expected texts, numbers, lists and mappings in it"
     return ""
 

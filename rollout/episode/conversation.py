@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.errors import CallLimitError, ContextFullError, EngineError, EvidenceError, LockstepError
-from lockstep.rollout.records import EngineCall, FinishReason, Message, PromptSharing
+from lockstep.rollout.records import EngineCall, FinishReason, ImageSpan, Message, PromptIds, PromptSharing
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.deadline import uncounted
 
@@ -30,7 +30,7 @@ def request_seed(*parts: object) -> int:
 
 def next_prompt(
     chat: Chat, last_call: EngineCall | None, history: Sequence[Message], new_messages: Sequence[Message], tools: Tools
-) -> Sequence[int]:
+) -> PromptIds:
     """Return the prompt of the next turn of a conversation: an extension of its last call, or a new rendering.
 
     history: messages up to the turn of the last call. Raises `TemplateError`, and `ConfigError` if the template drops
@@ -51,7 +51,7 @@ class Conversation:
     def __init__(self, record: CallRecord, messages: Sequence[Message], tools: Tools, *, seed: int) -> None:
         self._record = record
         self._messages: tuple[Message, ...] = ()
-        self._unanswered: tuple[Message, ...] = tuple(messages)
+        self._unanswered: tuple[Message, ...] = ()
         self._tools = tools
         self._seed = seed
         self._num_turns = 0
@@ -59,15 +59,16 @@ class Conversation:
         self.last_call: EngineCall | None = None
         self.sampled_at: dict[int, int] = {}
         """Index of the message that each call sampled, by the `id` of the call in the record."""
+        self.add(messages)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """All messages so far, assistant turns included."""
+        """All messages so far, assistant turns included, with images named by digests."""
         return self._messages + self._unanswered
 
     def add(self, messages: Sequence[Message]) -> None:
-        """Append messages that the model reads before its next turn."""
-        self._unanswered += tuple(messages)
+        """Append messages that the model reads before its next turn. Raises `TemplateError` for unreadable images."""
+        self._unanswered += tuple(self._record.chat.with_digests(messages))
 
     async def ask(self, new_messages: Sequence[Message] = ()) -> Message:
         """Append messages and sample the assistant's turn, with a seed of its own.
@@ -84,7 +85,8 @@ class Conversation:
         self._is_asking = True
         try:
             self.add(new_messages)
-            call = await self._record.sample(self._next_prompt(), seed=request_seed(self._seed, self._num_turns))
+            prompt, seed = self._next_prompt(), request_seed(self._seed, self._num_turns)
+            call = await self._record.sample(prompt, images=prompt.images, seed=seed)
         finally:
             self._is_asking = False
         message = self._record.chat.parse(call.sampled_ids, self._tools, prompt_ids=call.prompt_ids)
@@ -94,8 +96,11 @@ class Conversation:
         self.last_call = call
         return message
 
-    def _next_prompt(self) -> Sequence[int]:
-        return next_prompt(self._record.chat, self.last_call, self._messages, self._unanswered, self._tools)
+    def _next_prompt(self) -> PromptIds:
+        prompt = next_prompt(self._record.chat, self.last_call, self._messages, self._unanswered, self._tools)
+        if self._record.chat.images is not None:
+            self._record.chat.images.refuse_too_many(prompt)
+        return prompt
 
 
 class CallRecord:
@@ -129,7 +134,7 @@ class CallRecord:
         self._num_opened += 1
         return Conversation(self, messages, tools, seed=request_seed(self._seed, -self._num_opened))
 
-    async def sample(self, prompt_ids: Sequence[int], *, seed: int) -> EngineCall:
+    async def sample(self, prompt_ids: Sequence[int], *, images: Sequence[ImageSpan] = (), seed: int) -> EngineCall:
         """Make one engine call. Raises as `Conversation.ask` does, `EvidenceError` also for an aborted call."""
         self._refuse_if_closed()
         max_calls = self.max_calls()
@@ -144,7 +149,7 @@ class CallRecord:
         request = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room), seed=seed)
         try:
             with uncounted():
-                call = self._sharing.add(await self._engine.generate(prompt_ids, request))
+                call = self._sharing.add(await self._engine.generate(prompt_ids, request, images))
             self._refuse_if_closed()  # an answer after the end
             self.calls.append(call)
             if call.finish_reason is FinishReason.ABORT:

@@ -41,6 +41,7 @@ def demonstrated_calls(chat: Chat, messages: Sequence[Message], tools: Tools = (
                 prompt_ids=tuple(prompt),
                 sampled_ids=tuple(sampled_ids),
                 sampled_logprobs=(0.0,) * len(sampled_ids),
+                images=prompt.images,
                 finish_reason=FinishReason.STOP if _is_trained(message, index) else FinishReason.ABORT,
             )
         )

@@ -1,7 +1,8 @@
 """Environment protocol: from a data row to messages, and from an assistant turn to the messages that answer it.
 
 An environment lives for one episode and handles messages only. It is an `Environment`, or `RunsItself` if it asks the
-model on its own; `ReadsRows`, `HostsConversations`, `Concludes`, `ChecksSystem` and `Closes` are optional.
+model on its own; `ReadsRows`, `HostsConversations`, `Concludes`, `ChecksSystem`, `ShowsImages` and `Closes` are
+optional.
 `rollout/environments/__init__.py` finds them by name.
 """
 
@@ -135,6 +136,14 @@ class ChecksSystem(Protocol):
     async def problem(self) -> str | None:
         """Return the reason why no episode can be played, in a sentence, or None. Called before a run starts."""
         ...
+
+
+@runtime_checkable
+class ShowsImages(Protocol):
+    """Environment that has images only for a model that sees them."""
+
+    sees_images: bool
+    """True if the model sees images; set before `reset`."""
 
 
 @runtime_checkable

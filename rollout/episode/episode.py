@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.episode.contract import opening_problem, outcome_problem, read_facts, step_problem, tools_problem
 from lockstep.rollout.episode.conversation import CallRecord, Conversation
-from lockstep.rollout.episode.environment import Closes, Concludes, Environment, HostsConversations
+from lockstep.rollout.episode.environment import Closes, Concludes, Environment, HostsConversations, ShowsImages
 from lockstep.rollout.errors import (
     CallLimitError,
     ConfigError,
@@ -60,6 +60,8 @@ async def run_episode(
     max_turns: of the episode's own conversation only.
     """
     start = time.perf_counter()
+    if chat.images is not None and isinstance(environment, ShowsImages):
+        environment.sees_images = True
     record = CallRecord(engine=engine, chat=chat, sampling=sampling, seed=seed)
     episode = _Episode(environment, record, call_timeout_s)
     # A task that can be left alone; one for all methods, because contexts must end in the task that began them.

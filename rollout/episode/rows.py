@@ -39,7 +39,8 @@ class _Node:
     turn: int
     """Index of the call in the sequence given."""
     path: bytes
-    """`prompt + sampled`, 8 bytes a token, most significant first: bytes compare and nest as the token ids do."""
+    """`prompt + sampled`, 8 bytes a token, most significant first: bytes compare and nest as the token ids do. The
+    first id of an image is a number of its digest (`ids_with_images`), since two images may have the same ids."""
     parent: _Node | None = None
     children: list[_Node] = field(default_factory=list)
     is_trained: bool = False
@@ -79,7 +80,7 @@ def extension_count(calls: Sequence[EngineCall]) -> int:
 def _call_tree(calls: Sequence[EngineCall]) -> list[_Node]:
     """Link every trainable call to its parent; return them sorted by their ids, parents before children."""
     nodes = [
-        _Node(call=call, turn=turn, path=_big_endian(call.all_ids))
+        _Node(call=call, turn=turn, path=_big_endian(call.state + call.sampled_ids))
         for turn, call in enumerate(calls)
         if is_trainable(call)
     ]
@@ -135,6 +136,8 @@ def _leaves(nodes: list[_Node]) -> Iterator[_Node]:
 
 def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: int) -> TrainingRow:
     ids = np.frombuffer(leaf.path, dtype=">i8").astype(np.int64)
+    if leaf.call.images:
+        ids[: len(leaf.call.prompt)] = leaf.call.prompt_ids  # the path has numbers of the images in it
     loss_mask = np.zeros(len(ids), dtype=bool)
     logprobs = np.zeros(len(ids), dtype=np.float32)
     versions = np.full(len(ids), -1, dtype=np.int32)
@@ -157,6 +160,7 @@ def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: in
         group_id=group_id,
         support=_joined_support(trained),
         routes=_joined_routes(leaf),
+        images=leaf.call.images,
     )
 
 

@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     GenerationConfig,
@@ -78,10 +79,16 @@ class Role:
 
 
 LANGUAGE_MODEL = Role(AutoModelForCausalLM)
+VISION_LANGUAGE_MODEL = Role(AutoModelForImageTextToText)
 TRUNK = Role(AutoModel, unused=HEADS)
 VALUE_MODEL = Role(AutoModelForTokenClassification)
 REWARD_MODEL = Role(AutoModelForSequenceClassification)
 NEW_REWARD_MODEL = Role(AutoModelForSequenceClassification, new=(SCORE,), unused=HEADS)
+
+
+def language_model(*, sees_images: bool) -> Role:
+    """Return the role of a policy, with its vision tower if it sees images."""
+    return VISION_LANGUAGE_MODEL if sees_images else LANGUAGE_MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

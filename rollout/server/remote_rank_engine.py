@@ -23,7 +23,7 @@ from lockstep.rollout.engine.engine_answers import integer, number
 from lockstep.rollout.engine.protocol import PooledEngine, Sampling
 from lockstep.rollout.engine.token_scores import TokenScores
 from lockstep.rollout.errors import EngineError, EvidenceError, error_named
-from lockstep.rollout.records import EngineCall
+from lockstep.rollout.records import EngineCall, ImageSpan
 from lockstep.rollout.saved_rollouts import call_from_json, call_to_json
 from lockstep.rollout.server.client import ServerClient
 from lockstep.rollout.server.generate_route import decode_array, encode_array
@@ -91,15 +91,20 @@ class EngineService:
         for name in ("stop_token_ids", "affinity"):  # JSON has no tuples
             settings[name] = tuple(settings[name]) if settings.get(name) is not None else None
         sampling = Sampling(**settings)
-        return call_to_json(await self._engine.generate(body["prompt_ids"], sampling))
+        return call_to_json(await self._engine.generate(body["prompt_ids"], sampling, _spans(body)))
 
     async def _score(self, body: Any) -> tuple[list[float], list[int]]:
-        return await self._engine.score_ranked(body["ids"])
+        return await self._engine.score_ranked(body["ids"], _spans(body))
 
     async def _score_top(self, body: Any) -> dict[str, Any]:
         scores = await self._engine.score_top(body["ids"], body["top_k"])
         arrays = {name: encode_array(getattr(scores, name)) for name in SCORE_ARRAYS}
         return {**arrays, "version": scores.version}
+
+
+def _spans(body: Any) -> list[ImageSpan]:
+    """Return the images of a request, whose pixels this rank reads from the folder of the run."""
+    return [ImageSpan(**image) for image in body["images"]]
 
 
 class RemoteRankEngine:
@@ -120,15 +125,17 @@ class RemoteRankEngine:
         self.vocab_size: int = facts["vocab_size"]
         self.max_model_len: int = facts["max_model_len"]
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
-        body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling)}
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
+        body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling), "images": list(map(asdict, images))}
         return call_from_json(await self._ask("/generate", body))
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        return (await self.score_ranked(ids))[0]
+    async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
+        return (await self.score_ranked(ids, images))[0]
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
-        answer = await self._ask("/score", {"ids": list(ids)})
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
+        answer = await self._ask("/score", {"ids": list(ids), "images": list(map(asdict, images))})
         try:
             scores, ranks = answer
             return [number(score) for score in scores], [integer(rank) for rank in ranks]

@@ -26,6 +26,7 @@ from lockstep.rollout.engine.engine_answers import (
     engine_call,
     integer,
     number,
+    refuse_images,
     sample_params,
     score_params,
     single_version,
@@ -34,7 +35,7 @@ from lockstep.rollout.engine.engine_answers import (
 from lockstep.rollout.engine.protocol import BASE, POLICY, Sampling
 from lockstep.rollout.engine.token_scores import TokenScores, token_scores
 from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
-from lockstep.rollout.records import EngineCall
+from lockstep.rollout.records import EngineCall, ImageSpan
 from lockstep.rollout.server.client import ServerClient, wait_until_healthy
 from lockstep.rollout.server.generate_route import ROUTE, decode_answer, decode_array, decode_scores
 from lockstep.rollout.server.liveness import Liveness
@@ -134,8 +135,11 @@ class ServerEngine:
             silence_s=silence_timeout_s,
         )
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         """See `Engine.generate`. Also raises `EngineError` for weights that this process never sent."""
+        refuse_images(images, source=self.name)
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = sample_params(sampling, room=room)
         raw = await self._sample(self._route, prompt_ids, params, sampling.model)
@@ -151,12 +155,14 @@ class ServerEngine:
             source=self.name,
         )
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """See `Engine.score`."""
+        refuse_images(images, source=self.name)
         return read_scores(await self._score(ids), ids, source=self.name)
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         """See `Engine.score_ranked`."""
+        refuse_images(images, source=self.name)
         answer = await self._score(ids)
         return read_scores(answer, ids, source=self.name), read_ranks(answer, ids, source=self.name)
 

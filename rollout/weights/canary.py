@@ -6,8 +6,12 @@ equal. Each of its stretches is judged by its median: a token whose router round
 rounding explains is measured on the same row: the trainer scores it again with a rounding error added to the output of
 each layer.
 
-Neither detects weights one small update old: for these the engine refuses updates with missing parameters, and the
-version is read back.
+A run that sees images has a row with an image, the same after each sync: it detects a vision tower that did not arrive,
+and features of the image that the engine kept from older weights (vLLM's encoder cache). Tokens of the image are not
+compared, because the trainer does not score them.
+
+None detects weights one small update old: for these the engine refuses updates with missing parameters, and the version
+is read back.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import SyncError
+from lockstep.rollout.records import ImageSpan, PromptIds
 from lockstep.rollout.weights.control_plane import ControlPlane
 
 ScoreCanary = Callable[[list[int]], list[float]]
@@ -65,16 +71,37 @@ class LongRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRow:
+    """The row of a canary with an image."""
+
+    ids: PromptIds
+    """Ids and images (`rollout/weights/canary_prompt.py`)."""
+    score: Callable[[PromptIds], list[float]]
+    """The trainer's scores of the ids behind the first that are no tokens of images, called as `ScoreCanary`."""
+
+    avoided: frozenset[int] = frozenset()
+    """Ids that rows of text must not have: they would stand for an image that is not there."""
+
+    @property
+    def scored(self) -> list[int]:
+        """Indices of those ids among the engine's scores."""
+        of_images = {place for image in self.ids.images for place in range(image.start, image.end)}
+        return [place - 1 for place in range(1, len(self.ids)) if place not in of_images]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySettings:
     """Rows and limits of a canary."""
 
     threshold: float | None = None
-    """Largest accepted |Δ log π| of both rows; None: by dtype, rounding and quantization."""
+    """Largest accepted |Δ log π| of all rows; None: by dtype, rounding and quantization."""
     share: float = 1.0
     """A canary is scored when the last one cost at most this share of the time since. 1: always. The long row is scored
     when it cost at most LONG_SHARE and this share."""
     long: LongRow | None = None
     """None: only the short row is scored."""
+    image: ImageRow | None = None
+    """None: a run without images. Scored as often as the short row, with its limit."""
 
 
 SHORT_ROW = CanarySettings()
@@ -119,12 +146,28 @@ class CanaryResult:
     limit: float
     long: Medians | None
     """None: the long row was not scored."""
+    image: float | None = None
+    """Largest |Δ log π| of the row with an image; None: there is none."""
 
     @property
     def is_wrong(self) -> bool:
-        return not self.short <= self.limit or (self.long is not None and self.long.is_wrong)
+        return not self.short <= self.limit or self.is_image_wrong or (self.long is not None and self.long.is_wrong)
+
+    @property
+    def is_image_wrong(self) -> bool:
+        return self.image is not None and not self.image <= self.limit  # negated, so that NaN fails
+
+    @property
+    def is_wrong_for_images_alone(self) -> bool:
+        """True if the vision tower is at fault, or what was kept of it."""
+        return self.is_image_wrong and self.short <= self.limit
 
     def __str__(self) -> str:
+        if self.is_wrong_for_images_alone:
+            return (
+                f"by {self.image:.3g} in a row with an image, expected at most {self.limit:g}, and not in text: it "
+                "computed the image with other weights of the vision tower, or kept its features from older ones"
+            )
         if self.short <= self.limit and self.long is not None:
             return str(self.long)
         return f"by {self.short:.3g}, expected at most {self.limit:g}"
@@ -138,6 +181,7 @@ class Expected:
     long: Tensor | None = None
     rounding: Tensor = field(default_factory=lambda: torch.empty(0))
     """|Δ log π| of the long row by rounding errors."""
+    image: Tensor | None = None
 
 
 class Canary:
@@ -162,27 +206,30 @@ class Canary:
         threshold, long = settings.threshold, settings.long
         self._score = score
         self._dtype = dtype
-        self._ids = canary_ids(vocab_size)
+        avoided = settings.image.avoided if settings.image else ()
+        self._ids = [0 if token in avoided else token for token in canary_ids(vocab_size)]
         self._is_fixed = threshold is not None
         self._threshold = CANARY_THRESHOLD[dtype] if threshold is None else threshold
         self._is_quantized = is_quantized and not self._is_fixed
         self._measures_floor = self._is_quantized
         """True until the first canary of quantized engines, which sets the threshold of the others."""
-        self.long = long
+        self.long, self._image = long, settings.image
         generator = torch.Generator().manual_seed(0)
-        self._long_ids = torch.randint(vocab_size, (long.tokens,), generator=generator).tolist() if long else []
+        long_ids = torch.randint(vocab_size, (long.tokens,), generator=generator).tolist() if long else []
+        self._long_ids = [0 if token in avoided else token for token in long_ids]
 
     def expected(self, *, is_long: bool) -> Expected:
         """Score the rows by the trainer; a collective under ZeRO-3. is_long: both rows."""
         short = _scores(self._score, self._ids)
+        image = None if self._image is None else _scores(self._image.score, self._image.ids)
         if not is_long:
-            return Expected(short=short)
+            return Expected(short=short, image=image)
         assert self.long is not None
         long, disturbed_scores = (
             _scores(self._score, self._long_ids),
             _scores(self.long.score_disturbed, self._long_ids),
         )
-        return Expected(short=short, long=long, rounding=(long - disturbed_scores).abs())
+        return Expected(short=short, long=long, rounding=(long - disturbed_scores).abs(), image=image)
 
     def compare(self, engines: ControlPlane, expected: Expected) -> dict[str, CanaryResult]:
         """Score the rows by this rank's engines, and return their differences by name."""
@@ -191,11 +238,16 @@ class Canary:
         long: dict[str, Tensor] = {}
         if expected.long is not None:
             long = self._differences(engines, self._long_ids, expected.long)
+        image: dict[str, Tensor] = {}
+        if self._image is not None and expected.image is not None:
+            row = self._image
+            image = self._differences(engines, row.ids, expected.image, images=row.ids.images, scored=row.scored)
         return {
             name: CanaryResult(
                 short=one.max().item(),
                 limit=limit,
                 long=self._medians(long[name], expected.rounding) if name in long else None,
+                image=image[name].max().item() if name in image else None,
             )
             for name, one in short.items()
         }
@@ -203,7 +255,8 @@ class Canary:
     def accept(self, results: Mapping[str, CanaryResult]) -> None:
         """Take the differences of the first canary of quantized engines as the floor of later ones."""
         if results and self._measures_floor:
-            self._threshold = max(self._threshold, FLOOR_FACTOR * max(one.short for one in results.values()))
+            floor = max(max(one.short, one.image or 0.0) for one in results.values())
+            self._threshold = max(self._threshold, FLOOR_FACTOR * floor)
             self._measures_floor = False
 
     def _medians(self, differences: Tensor, rounding: Tensor) -> Medians:
@@ -219,11 +272,21 @@ class Canary:
             limits = [self._threshold] * len(limits)
         return Medians(differences=tuple(medians), limits=tuple(limits), row=self.long)
 
-    def _differences(self, engines: ControlPlane, ids: Sequence[int], expected: Tensor) -> dict[str, Tensor]:
-        """Return |Δ log π| of each engine, by name."""
+    def _differences(
+        self,
+        engines: ControlPlane,
+        ids: Sequence[int],
+        expected: Tensor,
+        *,
+        images: Sequence[ImageSpan] = (),
+        scored: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return |Δ log π| of each engine, by name. scored: indices of the engine's scores; None: all."""
 
         async def difference(engine: SyncedEngine) -> Tensor:
-            engine_scores = torch.tensor(await engine.score(ids), dtype=torch.float64)
+            scores = await (engine.score(ids, images) if images else engine.score(ids))
+            engine_scores = torch.tensor(scores, dtype=torch.float64)
+            engine_scores = engine_scores if scored is None else engine_scores[list(scored)]
             if expected.shape != engine_scores.shape:
                 raise SyncError(
                     f"canary: the trainer scored {len(expected)} tokens, {engine.name} {len(engine_scores)}"
@@ -246,9 +309,9 @@ class Pace:
         self._cost_s, self._ended_at = cost_s, time.perf_counter()
 
 
-def _scores(score: ScoreCanary, ids: Sequence[int]) -> Tensor:
+def _scores(score: Callable[[Any], list[float]], ids: Sequence[int]) -> Tensor:
     with torch.no_grad():
-        return torch.tensor(score(list(ids)), dtype=torch.float64)
+        return torch.tensor(score(ids if isinstance(ids, PromptIds) else list(ids)), dtype=torch.float64)
 
 
 def canary_ids(vocab_size: int) -> list[int]:

@@ -66,6 +66,8 @@ class SyncReport:
     """Largest median |Δ log π| over the stretches of the long row and engines; NaN if it was not scored."""
     canary_long_limit: float = math.nan
     """Accepted median of that stretch."""
+    canary_image_diff: float = math.nan
+    """Largest |Δ log π| over the row with an image and engines; NaN if it was not scored."""
 
     @property
     def gb_per_s(self) -> float:
@@ -85,6 +87,7 @@ class SyncReport:
             "sync/canary_abs_diff": self.canary_abs_diff,
             "sync/canary_long_diff": self.canary_long_diff,
             "sync/canary_long_limit": self.canary_long_limit,
+            "sync/canary_image_diff": self.canary_image_diff,
         }
         return metrics | {name: value for name, value in canary.items() if not math.isnan(value)}
 
@@ -209,6 +212,7 @@ class WeightSync:
             canary_abs_diff=max((one.short for one in results.values()), default=math.nan),
             canary_long_diff=worst[0],
             canary_long_limit=worst[1],
+            canary_image_diff=max((one.image for one in results.values() if one.image is not None), default=math.nan),
         )
 
     def _wake(self, part: str) -> None:

@@ -103,6 +103,7 @@ ROOMS = (
     "rollout/engine",
     "rollout/models",
     "rollout/chat",
+    "rollout/media",
     "rollout/saved_rollouts.py",
     "rollout/system",
     "rollout/on_demand.py",

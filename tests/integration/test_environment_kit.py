@@ -131,7 +131,7 @@ def test_our_environments_pass(
     config.reward.functions = [reward]
 
     @contextmanager
-    def shared(config: Config) -> Iterator[EnginePool]:
+    def shared(config: Config, images: object) -> Iterator[EnginePool]:
         yield engine
 
     found = list(findings(config, Options(rows=5, samples=2, **options), Journal(), open_engine=shared))

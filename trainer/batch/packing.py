@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.batch.prefixes import Prefix, Stretches, shared, token_keys, whole
 
+if TYPE_CHECKING:
+    from lockstep.trainer.batch.packed_images import ImageSource, PackedImages
+
 NO_ROUTE = -1
 """Expert of a token without a route."""
 DUMMY_LENGTH = 2
@@ -29,11 +33,18 @@ DUMMY_LENGTH = 2
 
 
 def whole_row(ids: Sequence[int]) -> TrainingRow:
-    """Return a row in which every token but the first counts as sampled, to score a plain sequence."""
-    length = len(ids)
+    """Return a row in which every token but the first counts as sampled, to score a plain sequence.
+
+    ids: `PromptIds` with images count without the tokens of images.
+    """
+    length, images = len(ids), getattr(ids, "images", ())
+    loss_mask = np.arange(length) > 0
+    for image in images:
+        loss_mask[image.start : image.end] = False
     return TrainingRow(
         ids=np.asarray(ids, dtype=np.int64),
-        loss_mask=np.arange(length) > 0,
+        loss_mask=loss_mask,
+        images=images,
         sampling_logprobs=np.zeros(length, dtype=np.float32),
         versions=np.full(length, -1, dtype=np.int32),
         turns=np.zeros(length, dtype=np.int32),
@@ -112,6 +123,8 @@ class PackedBatch:
     support_ids: torch.Tensor | None = None
     routes: torch.Tensor | None = None
     """(L, layers, k) int16 experts of each token, `NO_ROUTE` if unknown; None: the model chooses for all tokens."""
+    images: PackedImages | None = None
+    """None: the rows have no images."""
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +137,11 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         names = (field.name for field in fields(self) if field.name != "token_index_T")
         tensors = {name: value for name in names if isinstance(value := getattr(self, name), torch.Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        return replace(
+            self,
+            **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()},
+            images=None if self.images is None else self.images.to(device),
+        )
 
 
 def collate(
@@ -134,6 +151,7 @@ def collate(
     *,
     share_prefixes: bool = False,
     with_routes: bool = True,
+    images: ImageSource | None = None,
     device: torch.device | str = "cpu",
 ) -> PackedBatch:
     """Pack `rows[i] for i in indices`, with their trained tokens in that order.
@@ -146,10 +164,12 @@ def collate(
         layout: of the whole step; by default that of `rows`.
         share_prefixes: hold common prefixes once, for attention that supports it (`packed_rows`).
         with_routes: False leaves the routes of the rows out, for a model that routes by itself.
+        images: of the rows; None for a model that sees none.
         device: device of the tensors.
 
     Raises:
-        EvidenceError: only some rows of the pack carry a sampling support, or a support does not fit its row.
+        EvidenceError: only some rows of the pack carry a sampling support, or a support does not fit its row. Or an
+            image is missing, does not fit its row, or has trained tokens.
     """
     if not indices:
         rows, indices, layout = [DUMMY], [0], None
@@ -182,8 +202,17 @@ def collate(
         support_offsets=None if support is None else _int64(support[0]),
         support_ids=None if support is None else _int64(support[1]),
         routes=_routes(pack_rows, stretches) if with_routes else None,
+        images=_images(pack_rows, stretches, images),
     )
     return batch.to(device)
+
+
+def _images(rows: Sequence[TrainingRow], stretches: Stretches, source: ImageSource | None) -> PackedImages | None:
+    if not any(row.images for row in rows):
+        return None
+    from lockstep.trainer.batch.packed_images import packed_images  # packs of text do not load it
+
+    return packed_images(rows, stretches.places, num_tokens=len(stretches.ids), source=source)
 
 
 def row_places(
@@ -197,7 +226,7 @@ def _stretches(rows: Sequence[TrainingRow], *, share_prefixes: bool, with_routes
     ids = [row.ids for row in rows]
     if not share_prefixes:
         return whole(ids)
-    return shared(ids, [token_keys(row) for row in rows] if with_routes else None)
+    return shared(ids, [token_keys(row, with_routes=with_routes) for row in rows])
 
 
 def pack(row_lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -7,7 +7,8 @@ attends to them, and their gradient is the sum over the rows. It equals the grad
 In the order of their ids, no earlier row shares more with a row than the one directly before it. Token ids are
 compared, so equal beginnings of samples are shared as well as prompts.
 
-Rows with given routes (`TrainingRow.routes`) share tokens with equal experts only: `token_keys` compare both.
+Rows with given routes (`TrainingRow.routes`) share tokens with equal experts only, and rows with images those of equal
+images: `token_keys` compare all three.
 """
 
 from __future__ import annotations
@@ -41,19 +42,28 @@ class Stretches:
     """Positions in the pack of each row's tokens, in the order given."""
 
 
-def token_keys(row: TrainingRow) -> np.ndarray:
-    """Return (length,) int64 keys of tokens, equal for equal ids with equal routes; without routes the ids themselves.
+def token_keys(row: TrainingRow, *, with_routes: bool) -> np.ndarray:
+    """Return (length,) int64 keys of tokens, equal for equal ids with equal routes and images; without both the ids.
 
-    Routes enter as a hash of 64 bits.
+    Routes and images enter as hashes of 64 bits. All tokens of an image have its hash, so rows share whole images only.
     """
-    if row.routes is None:
-        return row.ids
-    flat = np.ascontiguousarray(row.routes).reshape(len(row.routes), -1).view(np.uint8)
+    keys = row.ids
+    if with_routes and row.routes is not None:
+        keys = _with_routes(keys, row.routes)
+    if row.images:
+        keys = keys.astype(np.int64)
+        for span in row.images:
+            keys[span.start : span.end] += np.frombuffer(bytes.fromhex(span.digest)[:8], dtype=np.int64)
+    return keys
+
+
+def _with_routes(ids: np.ndarray, routes: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(routes).reshape(len(routes), -1).view(np.uint8)
     words = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 8))).view(np.uint64)
     odd = np.random.default_rng(0).integers(2**63, size=words.shape[1], dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     hashes = words @ odd
     hashes ^= hashes >> np.uint64(32)  # low bits of a product do not depend on high bits of a word
-    keys = row.ids.astype(np.int64)
+    keys = ids.astype(np.int64)
     keys[: len(hashes)] += (hashes * odd[0]).view(np.int64)
     return keys
 

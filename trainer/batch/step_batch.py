@@ -9,6 +9,7 @@ Shape legend: _S delivered rollouts of the step, _K their turns, _N trained toke
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -22,7 +23,7 @@ import torch
 from lockstep.rewards.shaping import turn_rewards, turn_states
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import Rollout, SamplingSupport, TrainingRow
+from lockstep.rollout.records import ImageSpan, Rollout, SamplingSupport, TrainingRow
 from lockstep.trainer.batch.packing import StepLayout
 from lockstep.trainer.batch.teacher_scores import PREFIX, TeacherScores
 
@@ -209,7 +210,7 @@ def _batch_arrays() -> list[str]:
 
 
 def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         name: np.concatenate([np.asarray(getattr(row, name), dtype=dtype) for row in rows] or [np.zeros(0, dtype)])
         for name, dtype in ROW_ARRAYS.items()
     }
@@ -226,6 +227,11 @@ def _row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
     if routes:
         arrays["routes"] = np.concatenate(routes)
         arrays["route_counts"] = np.array(list(map(len, routes)), dtype=np.int64)
+    spans = [(index, span) for index, row in enumerate(rows) for span in row.images]
+    if spans:
+        arrays["image_spans"] = np.array([(index, span.start, span.end) for index, span in spans], dtype=np.int64)
+        digests = b"".join(bytes.fromhex(span.digest) for _, span in spans)
+        arrays["image_digests"] = np.frombuffer(digests, dtype=np.uint8).reshape(len(spans), -1)
     return arrays
 
 
@@ -236,6 +242,11 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
     support_bounds = None if sizes is None else np.concatenate([[0], np.cumsum(sizes)])
     routes = arrays.get("routes")
     route_bounds = np.concatenate([[0], np.cumsum(arrays.get("route_counts", []), dtype=np.int64)])
+    images: dict[int, list[ImageSpan]] = defaultdict(list)
+    for (index, start, end), digest in zip(
+        arrays.get("image_spans", np.zeros((0, 3), np.int64)).tolist(), arrays.get("image_digests", ()), strict=True
+    ):
+        images[index].append(ImageSpan(start=start, end=end, digest=digest.tobytes().hex()))
 
     def support(i: int) -> SamplingSupport | None:
         if support_bounds is None:
@@ -250,6 +261,7 @@ def _rows(arrays: dict[str, np.ndarray]) -> list[TrainingRow]:
             group_id=int(arrays["row_group"][i]),
             support=support(i),
             routes=None if routes is None else routes[route_bounds[i] : route_bounds[i + 1]],
+            images=tuple(images[i]),
         )
         for i, (start, end) in enumerate(pairwise(bounds))
     ]

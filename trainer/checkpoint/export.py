@@ -10,19 +10,22 @@ from safetensors import safe_open
 
 from lockstep.rollout.errors import CheckpointError
 from lockstep.rollout.models.loading import load_model
-from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
+from lockstep.rollout.models.stored_model import language_model
 from lockstep.trainer.checkpoint.checkpoint import MANIFEST
 from lockstep.trainer.checkpoint.stored import UNREADABLE
-from lockstep.trainer.distributed.unsharded_state import PARAMETERS, open_state
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.distributed.sharding import PARAMETERS
+from lockstep.trainer.distributed.unsharded_state import open_state
 
 
-def export_model(checkpoint: Path, path: str, directory: Path, *, has_critic: bool) -> None:
+def export_model(checkpoint: Path, settings: ModelConfig, directory: Path, *, has_critic: bool) -> None:
     """Write the policy of a complete checkpoint, which is not one of adapters, without code of the model's directory.
 
-    path: model.path of the run. Raises `ConfigError` if it cannot be loaded, `CheckpointError` if the checkpoint is of
+    settings: of the run. Raises `ConfigError` if it cannot be loaded, `CheckpointError` if the checkpoint is of
     another model, or of ZeRO ranks with a critic, whose shards are not read here.
     """
-    model = load_model(LANGUAGE_MODEL, path, setting="model.path", dtype="float32", trust_remote_code=False)
+    role, path = language_model(sees_images=settings.sees_images), settings.path
+    model = load_model(role, path, setting="model.path", dtype="float32", trust_remote_code=False)
     prefix = "policy.model." if has_critic else "model."
     parameters = {f"{prefix}{name}": parameter for name, parameter in model.named_parameters()}
     zero_stage = json.loads((checkpoint / MANIFEST).read_text())["zero_stage"]

@@ -5,6 +5,7 @@
                 metrics.jsonl         one object per step
                 rollouts/step-N.jsonl sampled rollouts, with token ids, logprobs and rewards
                 evaluations/          results and rollouts of each evaluation
+                media/                images of prompts and tools, by digest
                 checkpoints/step-N/   for resuming; `manifest.json` is written last
                 dumps/                batches of refused updates (trainer/update/batch_dumps.py)
                 model/                the trained policy, for `from_pretrained`
@@ -38,6 +39,9 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.distributed.distributed import Distributed
 
+ADAPTER = "adapter"
+"""Directory of an adapter, in a checkpoint or beside the merged model."""
+
 
 class RunDirectory:
     """Paths in the directory of a run."""
@@ -49,6 +53,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
+        self.media = path / "media"
         self.checkpoints = path / "checkpoints"
         self.dumps = path / "dumps"
         self.model = path / "model"

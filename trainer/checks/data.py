@@ -207,7 +207,13 @@ def first_row_problems(sets: Sequence[DataSetConfig], check: RowCheck, *, heldou
         is_heldout = data_set.path == heldout_path
         also = "; or set data.heldout_path=null for no held-out data" if is_heldout else ""
         try:
-            row = prepared(read_first_row(data_set.path), data_set)
+            row = read_first_row(data_set.path)
+            if check.max_images:
+                from lockstep.trainer.data.row_images import images_of  # runs without images do not load it
+
+                row = prepared(row, data_set, read_images=images_of(data_set, None).checked)
+            else:
+                row = prepared(row, data_set)
         except DataError as error:
             yield f"{error}{also}"
         else:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from lockstep.rollout.system.addresses import is_loopback
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.outputs_settings import ServerConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
+from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 
 EXAMPLE = "[http://127.0.0.1:8000]"
@@ -40,6 +42,26 @@ def engine_problems(
         yield (
             f"server.host={server.host} without a key lets every client that reaches it replace the weights of "
             "the server; set rollout.api_key_env=LOCKSTEP_ENGINE_KEY, or server.host=127.0.0.1"
+        )
+
+
+def image_problems(model: ModelConfig, rollout: RolloutConfig, teacher: TeacherConfig) -> Iterator[str]:
+    """Yield one sentence per setting under which images cannot be seen."""
+    limit = f"model.images.max_per_prompt={model.images.max_per_prompt}"
+    if rollout.engine == "server":
+        yield (
+            f"{limit}: servers are sent token ids alone, found rollout.engine=server; set rollout=embedded or "
+            "rollout=colocated, or model.images.max_per_prompt=0"
+        )
+    if teacher.scores:
+        yield (
+            f"{limit}: a teacher scores text alone, found teacher.source={teacher.source}; set teacher.path=null "
+            "teacher.source=model, or model.images.max_per_prompt=0"
+        )
+    if model.images.train_tower and model.lora.rank:
+        yield (
+            f"model.images.train_tower=true: with adapters (model.lora.rank={model.lora.rank}) the vision tower stays "
+            "frozen; set model.images.train_tower=false, or model.lora.rank=0"
         )
 
 

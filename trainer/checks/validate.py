@@ -25,7 +25,7 @@ from lockstep.trainer.checks.declared import (
     unused_problems,
     value_problems,
 )
-from lockstep.trainer.checks.engines import engine_problems, url_problems
+from lockstep.trainer.checks.engines import engine_problems, image_problems, url_problems
 from lockstep.trainer.checks.names import (
     environment_problems,
     model_problems,
@@ -75,6 +75,8 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
             problems += lone_process_problems()
         problems += launch_problems(config.optimizer, config.model)
         problems += model_problems(config.model, config.teacher)
+        if config.model.sees_images:
+            problems += image_problems(config.model, config.rollout, config.teacher)
         problems += data_problems(config.data, config.eval.sets, config.environment)
         prompts = [*config.data.training_sets().values(), *heldout] if config.has_rollouts else []
         problems += _demonstration_problems(
@@ -96,7 +98,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
     if not problems and config.has_rollouts:  # last, because an environment may load user files
         problems += environment_problems(config.environment, config.max_turns)
         if not problems and needs_data:
-            check = RowCheck(config.environment, config.reward)
+            check = RowCheck(config.environment, config.reward, max_images=config.model.images.max_per_prompt)
             problems += first_row_problems(sets, check, heldout_path=config.data.heldout_path)
             problems += sandbox_problems(config.environment, config.reward)
     if not problems and needs_data and trains:

@@ -8,6 +8,7 @@ from lockstep.trainer.objective.own.lookup import advantage_named
 from lockstep.trainer.setting import When
 
 LORA = When(instead="model.lora.rank=16", holds=lambda c: c.model.lora.rank > 0)
+IMAGES = When(instead="model.images.max_per_prompt=1", holds=lambda c: c.model.sees_images)
 CRITIC = When(instead="algorithm=ppo", holds=lambda c: c.plan.has_critic, because=("algorithm.advantage",))
 CURRICULUM = When(instead="data.curriculum.rest_epochs=1", holds=lambda c: c.data.curriculum.is_on)
 LEARNABILITY = When(

@@ -77,9 +77,17 @@ def _row(value: Any) -> Row:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar or an array of NumPy or torch as numbers. Raises TypeError for what JSON does not have."""
+    """Return a scalar or an array of NumPy or torch as numbers, an image or bytes as an image of `datasets`.
+
+    Raises TypeError for what JSON does not have.
+    """
     if isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in "biufU":
         return value.tolist()
+    pictures: Any = sys.modules.get("PIL.Image")  # who has such a value has imported it
+    if isinstance(value, bytes) or (pictures is not None and isinstance(value, pictures.Image)):
+        from lockstep.trainer.data.row_images import image_of_json  # other rows do not load it
+
+        return image_of_json(value)
     raise TypeError(f"found a value of type {type(value).__name__}, which JSON does not have")
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lockstep.rollout.environments import declaration
-from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, PromptReader
+from lockstep.rollout.environments.prompt import IMAGE_COLUMNS, PROMPT_COLUMNS, PromptReader
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import DataRow
 from lockstep.trainer.config.groups.data_settings import CurriculumConfig, DataConfig, DataSetConfig
@@ -33,7 +33,9 @@ from lockstep.trainer.data.reader import Rows, every, silent
 from lockstep.trainer.data.row_check import RowCheck
 
 if TYPE_CHECKING:
+    from lockstep.rollout.media.store import ImageStore
     from lockstep.trainer.data.curriculum import Curriculum
+    from lockstep.trainer.data.row_images import RowImages
 
 Row = Mapping[str, Any]
 
@@ -48,14 +50,24 @@ MIX_BLOCK = 1000
 class DataSet:
     """A data set with the columns that environments and rewards read."""
 
-    def __init__(self, rows: Any, settings: DataSetConfig, *, name: str | None = None) -> None:
-        """rows: as `Rows.of` takes them. name: written into each row; None for a single data set.
+    def __init__(
+        self, rows: Any, settings: DataSetConfig, *, name: str | None = None, store: ImageStore | None = None
+    ) -> None:
+        """rows: as `Rows.of` takes them. name: written into each row; None for a single data set. store: takes the
+        images of a row when it is read; None for a run without images.
 
         Raises `DataError` for a column of a type that JSON does not have.
         """
         left_out = [name for name, column in (settings.columns or {}).items() if column is None]
-        self._rows = Rows.of(rows).for_rewards(left_out=left_out, of=settings.path)
-        self._settings = settings
+        self._settings, self._store = settings, store
+        self._images: RowImages | None = None
+        rows, with_images = Rows.of(rows), set[str]()
+        if store is not None:
+            from lockstep.trainer.data import row_images  # runs without images do not load it
+
+            self._images = row_images.images_of(settings, store)
+            rows, with_images = row_images.undecoded(rows), row_images.columns_with_images(rows, settings)
+        self._rows = rows.for_rewards(left_out=left_out, of=settings.path, with_images=with_images)
         self.path = settings.path
         self.name = name
 
@@ -63,37 +75,67 @@ class DataSet:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        row = DataRow(prepared(self._rows[index], self._settings, name=self.name))
+        if self._images is None:
+            return self._row(index)
+        try:
+            return self._row(index, self._images.read)
+        except DataError as error:
+            raise DataError(f"data set {self.path}: {self._rows.place(index)}: {error}") from error
+
+    def _row(self, index: int, read_images: Callable[[Row], dict[str, Any]] | None = None) -> Row:
+        row = DataRow(prepared(self._rows[index], self._settings, name=self.name, read_images=read_images))
         row.place = f"{self._rows.place(index)} of {self.path}"
         return row
 
     def checked(self, check: Callable[[Row], None], *, say: Callable[[str], None]) -> DataSet:
-        """Return the data set. Raises `DataError` if `check` raises it for some of the rows: how many, and which."""
-        records = ((self._rows.place(index), partial(lambda i: check(self[i]), index)) for index in range(len(self)))
+        """Return the data set. Raises `DataError` if `check` raises it for some of the rows: how many, and which.
+
+        Of images the headers are read.
+        """
+        read = self._images.checked if self._images else None
+        places = map(self._rows.place, range(len(self)))
+        records = ((place, partial(lambda i: check(self._row(i, read)), i)) for i, place in enumerate(places))
         for _ in every(records, of=self.path, say=say):
             pass
         return self
 
     def prompts(self, reader: PromptReader) -> Iterator[Any]:
-        """Yield the prompts of all rows as the file holds them, without reading other columns."""
+        """Yield the prompts of all rows as the file holds them, without reading other columns; in a run with images
+        each with hashes of its images."""
         names = {*reader.columns, *PROMPT_COLUMNS}
         columns = {name: path for name, path in (self._settings.columns or {}).items() if name in names and path}
         read = {part for path in columns.values() for part in (path, path.partition(".")[0])} or names
+        if self._images:
+            columns |= self._images.columns
+            sources = self._images.sources
+            read |= {*IMAGE_COLUMNS, *sources, *(path.partition(".")[0] for path in sources)}
         for row in self._rows.only(read.__contains__):
             row = rename(row, columns, of=self.path)
+            row = self._images.checked(row) if self._images else row
             if (name := reader.find(row)) is not None:
-                yield row[name]
+                yield [row[name], row["images"]] if self._images else row[name]
 
     def subset(self, kept: Sequence[int]) -> DataSet:
         """Return the data set with these rows only."""
         if not kept:
             raise DataError(f"data set {self.path}: no prompt has at most data.max_prompt_tokens tokens; raise it")
-        return DataSet(self._rows.select(kept), self._settings, name=self.name)
+        return DataSet(self._rows.select(kept), self._settings, name=self.name, store=self._store)
 
 
-def prepared(values: Row, settings: DataSetConfig, *, name: str | None = None) -> dict[str, Any]:
-    """Return a row of the data set as environments and rewards see it. Raises `DataError`."""
+def prepared(
+    values: Row,
+    settings: DataSetConfig,
+    *,
+    name: str | None = None,
+    read_images: Callable[[Row], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Return a row of the data set as environments and rewards see it. Raises `DataError`.
+
+    read_images: a function of `RowImages`; None for a run without images.
+    """
     row = rename(values, settings.columns or {}, of=settings.path)
+    if read_images is not None:
+        row = read_images(row)
     if settings.system_prompt is not None:
         row["messages"] = list(PromptReader(system=settings.system_prompt).messages(row))
     if settings.environment is not None:
@@ -101,23 +143,41 @@ def prepared(values: Row, settings: DataSetConfig, *, name: str | None = None) -
     return row if name is None else {**row, DATASET: name}
 
 
-def load_data_set(settings: DataSetConfig, *, name: str | None = None, say: Callable[[str], None] = silent) -> DataSet:
-    """Load one data set. Raises `DataError` if it cannot be loaded or is empty."""
+def load_data_set(
+    settings: DataSetConfig,
+    *,
+    name: str | None = None,
+    store: ImageStore | None = None,
+    say: Callable[[str], None] = silent,
+) -> DataSet:
+    """Load one data set. store: takes its images; None for a run without images.
+
+    Raises `DataError` if it cannot be loaded or is empty.
+    """
     assert settings.split is not None, "resolved by DataConfig.complete"
     rows = load_rows(settings.path, settings.split, settings.subset, settings.parameters, say=say)
-    return DataSet(rows, settings, name=name)
+    return DataSet(rows, settings, name=name, store=store)
 
 
 def training_data(
-    data: DataConfig, environment: EnvironmentConfig, reward: RewardConfig, *, say: Callable[[str], None] = silent
+    data: DataConfig,
+    environment: EnvironmentConfig,
+    reward: RewardConfig,
+    *,
+    store: ImageStore | None = None,
+    max_images: int = 0,
+    say: Callable[[str], None] = silent,
 ) -> list[DataSet]:
     """Load the training data of a run, data.path or all of data.sources, and check every row. say: told of progress.
 
-    Raises `DataError` if rows cannot be used.
+    store: of the images; None for a run without them. max_images: of a prompt. Raises `DataError` if rows cannot be
+    used.
     """
-    check = RowCheck(environment, reward)
-    sources = data.training_sets().items()
-    return [load_data_set(one, name=name or None, say=say).checked(check, say=say) for name, one in sources]
+    check = RowCheck(environment, reward, max_images=max_images)
+    return [
+        load_data_set(one, name=name or None, store=store, say=say).checked(check, say=say)
+        for name, one in data.training_sets().items()
+    ]
 
 
 def heldout_data(
@@ -125,20 +185,23 @@ def heldout_data(
     environment: EnvironmentConfig,
     reward: RewardConfig,
     *,
+    store: ImageStore | None = None,
+    max_images: int = 0,
     say: Callable[[str], None] = silent,
 ) -> dict[str, DataSet]:
     """Load the held-out data by name, and check every row. heldout: `Config.heldout_sets`.
 
-    The path `environment` stands for the evaluation data of an environment that brings its own. Raises `DataError`.
+    store and max_images: as in `training_data`. The path `environment` stands for the evaluation data of an environment
+    that brings its own. Raises `DataError`.
     """
-    check = RowCheck(environment, reward)
+    check = RowCheck(environment, reward, max_images=max_images)
     sets = {}
     for name, settings in heldout.items():
         own_rows = rows_of_environment(environment.name, settings.path)
         if own_rows is not None:
-            sets[name] = DataSet(own_rows(**environment.settings), settings, name=name or None)
+            sets[name] = DataSet(own_rows(**environment.settings), settings, name=name or None, store=store)
         else:
-            sets[name] = load_data_set(settings, name=name or None, say=say)
+            sets[name] = load_data_set(settings, name=name or None, store=store, say=say)
     return {name: data.checked(check, say=say) for name, data in sets.items()}
 
 

@@ -22,6 +22,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lockstep.rollout.environments.prompt import IMAGE_COLUMNS, of_unread_column
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.safe_text import error_text
 
@@ -43,6 +44,8 @@ SHOWN_ROWS = 5
 """Refused rows that an error quotes."""
 PROGRESS_S = 10.0
 """Time between two reports on rows that are read [s]."""
+IMAGE_TYPE = "struct<bytes: binary, path: string>"
+"""Type of the images of `datasets`."""
 UNREADABLE = (OSError, ValueError, TypeError, OverflowError, KeyError, NotImplementedError, RecursionError)
 """Errors of readers for damaged files, and for values that Python cannot hold; pytz's for a zone is a `KeyError`."""
 
@@ -145,15 +148,17 @@ class Rows(Sequence[Row]):
         there = [name for name in self.items.column_names if reads(name)]
         return Rows(items=self.items.select_columns(there), places=self.places)
 
-    def for_rewards(self, *, left_out: Collection[str], of: str) -> Rows:
+    def for_rewards(self, *, left_out: Collection[str], of: str, with_images: Collection[str] = ()) -> Rows:
         """Return the rows without the columns of their table that are left out.
 
-        Raises `DataError` if another one has a type that JSON does not have: a reward in another process would get
-        another value.
+        with_images: columns that may hold bytes, which become digests. Raises `DataError` if another one has a type
+        that JSON does not have: a reward in another process would get another value.
         """
         rows = self.only(lambda name: name not in left_out)
         for field in () if isinstance(rows.items, list) else rows.items.features.arrow_schema:
-            if (kind := _foreign(field.type)) is not None:
+            if (kind := _foreign(field.type, with_bytes=field.name in with_images)) is not None:
+                if field.name in IMAGE_COLUMNS or IMAGE_TYPE in str(field.type):
+                    raise DataError(f"data set {of}: {of_unread_column(field.name)}")
                 raise DataError(
                     f"data set {of}: column {field.name} has the type {kind}, which JSON does not have; write it as "
                     f"text or numbers, or leave it out: set 'data.columns={{{field.name}: null}}'"
@@ -283,15 +288,17 @@ def _decoded(content: bytes, *, of: str | None = None) -> str:
         ) from error
 
 
-def _foreign(kind: pyarrow.DataType) -> pyarrow.DataType | None:
-    """Return the first type within a type that JSON does not have."""
+def _foreign(kind: pyarrow.DataType, *, with_bytes: bool = False) -> pyarrow.DataType | None:
+    """Return the first type within a type that JSON does not have. with_bytes: True allows bytes."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
-        return _foreign(kind.value_type)
+        return _foreign(kind.value_type, with_bytes=with_bytes)
     if types.is_struct(kind) or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        inner = (_foreign(kind.field(index).type) for index in range(kind.num_fields))
+        fields = map(kind.field, range(kind.num_fields))
+        inner = (_foreign(field.type, with_bytes=with_bytes) for field in fields)
         return next((part for part in inner if part is not None), None)
     texts = (types.is_string, types.is_large_string, types.is_string_view)
     plain = (types.is_null, types.is_boolean, types.is_integer, types.is_floating, *texts)
+    plain += (types.is_binary, types.is_large_binary) if with_bytes else ()
     return None if any(test(kind) for test in plain) else kind

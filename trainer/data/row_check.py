@@ -6,17 +6,17 @@ Not covered: rewards of user files, and environments without `read_row`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.rewards.functions import FUNCTIONS, GYM_COLUMN, ISOLATED
 from lockstep.rollout.chat.messages import normalize_messages
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import environment_of
-from lockstep.rollout.environments.prompt import is_empty
+from lockstep.rollout.environments.prompt import images_problem, is_empty, num_images, too_many_images
 from lockstep.rollout.episode.environment import messages_of_row
 from lockstep.rollout.errors import DataError, TemplateError
-from lockstep.rollout.records import Rollout
+from lockstep.rollout.records import Message, Rollout
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
 
 WITH_FIXED_COLUMN = {"demo_answer": "answer", GYM_COLUMN: GYM_COLUMN}
@@ -26,7 +26,9 @@ WITH_FIXED_COLUMN = {"demo_answer": "answer", GYM_COLUMN: GYM_COLUMN}
 class RowCheck:
     """Check of the rows of a run. One environment reads all of them, and plays none."""
 
-    def __init__(self, environment: EnvironmentConfig, reward: RewardConfig) -> None:
+    def __init__(self, environment: EnvironmentConfig, reward: RewardConfig, *, max_images: int = 0) -> None:
+        """max_images: of a prompt; 0: the run sees none."""
+        self.max_images = max_images
         self._environment = make_environment(environment.name, **environment.settings)
         settings_by_name = {name: dict(reward.settings.get(name) or {}) for name in reward.functions}
         self._rewards = [
@@ -41,7 +43,11 @@ class RowCheck:
     def problems(self, row: Mapping[str, Any]) -> Iterator[str]:
         """Yield a sentence if the environment cannot use the row, and one per reward that cannot."""
         try:
-            normalize_messages(messages_of_row(environment_of(self._environment, row), row))
+            messages = messages_of_row(environment_of(self._environment, row), row)
+            if problem := self._images_problem(row, messages):
+                yield problem
+            else:
+                normalize_messages(messages, sees_images=self.max_images > 0)
         except (DataError, TemplateError) as error:
             yield str(error)
         for name, column, settings in self._rewards:
@@ -56,6 +62,12 @@ class RowCheck:
                     FUNCTIONS[name](Rollout(rollout_id=0, group_id=0, calls=(), example=row), **settings)
                 except DataError as error:  # a reference that it cannot read
                     yield str(error)
+
+    def _images_problem(self, row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
+        if not self.max_images:
+            return images_problem(row, messages)
+        count = max(len(row["images"]), num_images(messages))
+        return too_many_images(count, self.max_images) if count > self.max_images else None
 
 
 def _column(reward: str, settings: Mapping[str, Any]) -> str | None:

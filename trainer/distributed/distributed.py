@@ -29,14 +29,7 @@ from lockstep.rollout.errors import CheckpointError, ConfigError, LockstepError,
 from lockstep.rollout.models import stored_model
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.addresses import address_towards, interface_of, is_loopback
-from lockstep.trainer.distributed.sharding import Sharding, set_buffers
-from lockstep.trainer.distributed.unsharded_state import (
-    OPTIMIZER,
-    PARAMETERS,
-    open_state,
-    refuse_other_model,
-    weights_only_loading,
-)
+from lockstep.trainer.distributed.sharding import OPTIMIZER, PARAMETERS, Sharding, set_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -383,6 +376,7 @@ class Distributed:
         zero_stage: stage of those ranks. Raises `CheckpointError` if the checkpoint has other parameters.
         """
         from lockstep.trainer.distributed.reshard import fill_shards, fill_whole  # other runs do not load it
+        from lockstep.trainer.distributed.unsharded_state import open_state
 
         read = open_state(directory, trained=self._trained, zero_stage=zero_stage)
         if self.zero_stage:
@@ -402,6 +396,8 @@ class Distributed:
             group.update(own)
 
     def _read_state(self, directory: Path) -> None:
+        from lockstep.trainer.distributed.unsharded_state import refuse_other_model, weights_only_loading
+
         if self.uses_deepspeed:
             with weights_only_loading():
                 path, _ = self.module.load_checkpoint(str(directory), tag="state")  # type: ignore[operator]

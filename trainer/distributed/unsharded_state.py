@@ -23,9 +23,8 @@ import torch
 from safetensors import safe_open
 
 from lockstep.rollout.errors import CheckpointError
+from lockstep.trainer.distributed.sharding import OPTIMIZER, PARAMETERS
 
-PARAMETERS = "parameters.safetensors"
-OPTIMIZER = "optimizer.pt"
 SWITCH = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Environment variable of torch that overrides the argument `weights_only` of `torch.load`."""
 

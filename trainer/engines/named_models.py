@@ -15,16 +15,15 @@ from lockstep.rollout.models.stored_model import (
     LANGUAGE_MODEL,
     REWARD_MODEL,
     Role,
+    language_model,
     read_config,
     refuse_non_finite,
     stored_model,
 )
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.model.critic import role_of
 from lockstep.trainer.model.decoder import packable_config
 from lockstep.trainer.model.layers.rotary import DYNAMIC, original_lengths
-from lockstep.trainer.model.lora import refuse_unfit_adapters
 from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -40,18 +39,21 @@ def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: b
     say: prints what is left out of a model's files, or changed. trains: False for a process that only samples.
     """
     model, trust = config.model, {"trust_remote_code": config.model.trust_remote_code}
+    own_role, seeing = language_model(sees_images=model.sees_images), {**trust, "sees_images": model.sees_images}
     if trains:
-        policy = packable_config(model.path, setting="model.path", has_adapters=model.lora.rank > 0, **trust)
+        policy = packable_config(model.path, setting="model.path", has_adapters=model.lora.rank > 0, **seeing)
     else:
         policy = read_config(model.path, setting="model.path", **trust)
     models: list[tuple[Role, str, str, PreTrainedConfig]] = []
     if trains or stored_method(policy) is None:  # an engine reads more methods than the trainer
-        models.append((LANGUAGE_MODEL, "model.path", model.path, policy))
+        models.append((own_role, "model.path", model.path, policy))
     if trains and config.algorithm.kl_coef and model.reference_path is not None:
-        reference = packable_config(model.reference_path, setting="model.reference_path", **trust)
-        models.append((LANGUAGE_MODEL, "model.reference_path", model.reference_path, reference))
+        reference = packable_config(model.reference_path, setting="model.reference_path", **seeing)
+        models.append((own_role, "model.reference_path", model.reference_path, reference))
     if trains and config.plan.has_critic and model.critic == "separate" and model.critic_path is not None:
-        critic = packable_config(model.critic_path, setting="model.critic_path", **trust)
+        from lockstep.trainer.model.critic import role_of
+
+        critic = packable_config(model.critic_path, setting="model.critic_path", **seeing)
         models.append((role_of(critic), "model.critic_path", model.critic_path, critic))
     if trains and config.teacher.path is not None and not config.teacher.urls:
         teacher = read_config(config.teacher.path, setting="teacher.path", **trust)
@@ -71,7 +73,10 @@ def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: b
                 _refuse_rotary(longest, config.engine_context, setting, path, own, say)
     if trains and MODEL in config.reward.functions:
         _refuse_unfit_reward_model(config.reward.settings[MODEL])
-    refuse_unfit_adapters(model, policy)
+    if model.adapters or model.lora.path is not None:
+        from lockstep.trainer.model.lora import refuse_unfit_adapters
+
+        refuse_unfit_adapters(model, policy)
 
 
 def vocabulary(path: str, *, setting: str, trust_remote_code: bool) -> Mapping[str, int] | None:

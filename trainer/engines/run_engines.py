@@ -29,6 +29,7 @@ from lockstep.trainer.model.memory_plan import GIB, USABLE, MemoryPlan, cache_gi
 from lockstep.trainer.model.shape import planned_shape
 
 if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
     from lockstep.rollout.server.remote_rank_engine import EngineService
 
 PEER_GRACE_S = 60.0
@@ -62,8 +63,17 @@ class Engines:
             self.loop.run(self.colocated[0].close())
 
 
-def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundLoop, logs: Path) -> Engines:
+def start_engines(
+    config: Config,
+    distributed: Distributed,
+    *,
+    loop: BackgroundLoop,
+    logs: Path,
+    images: ImageProcessing | None = None,
+) -> Engines:
     """Start or connect to the engines of the configuration; a collective. logs: directory of the engines' logs.
+
+    images: of prompts.
 
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
@@ -89,6 +99,7 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
                 loop=loop,
                 log_path=logs / ("engine.log" if distributed.is_main else f"engine-{distributed.rank}.log"),
                 name=f"the engine of rank {distributed.rank}",
+                images=images,
             )
         )
         return _colocated(own, distributed, loop=loop, timeout_s=rollout.request_timeout_s + PEER_GRACE_S)
@@ -103,7 +114,8 @@ def start_engines(config: Config, distributed: Distributed, *, loop: BackgroundL
             needs_routes = config.plan.replays_engine
             members = connect_servers(config.model, rollout, context=context, needs_routes=needs_routes, loop=loop)
         else:
-            members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=logs / "engine.log")
+            log_path = logs / "engine.log"
+            members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=log_path, images=images)
         return Engines(loop=loop, pool=EnginePool(members), synced=members)
 
     return distributed.together(start)

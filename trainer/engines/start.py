@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,12 +24,18 @@ from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.engines.named_models import refuse_unfit_models
-from lockstep.trainer.model.lora import adapter_settings
 from lockstep.trainer.model.memory_plan import cache_gib
 
+if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
 
-def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> EnginePool:
+
+def start_engine(
+    config: Config, *, loop: BackgroundLoop, log_path: Path, images: ImageProcessing | None = None
+) -> EnginePool:
     """Start or connect to the engines of a process that is not a rank of a run (those: run_engines.py).
+
+    images: of prompts; those of the chat.
 
     Raises `EngineError` if vLLM does not start (with the end of its log), or a server cannot be reached; `ConfigError`
     with `model.lora.path`, which such a process does not read.
@@ -47,15 +54,20 @@ def start_engine(config: Config, *, loop: BackgroundLoop, log_path: Path) -> Eng
         return EnginePool(servers)
     refuse_unfit_models(config, print_error, trains=False)
     settings = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=context)
-    return EnginePool(start_embedded(settings, rollout.num_engines, loop=loop, log_path=log_path))
+    return EnginePool(start_embedded(settings, rollout.num_engines, loop=loop, log_path=log_path, images=images))
 
 
 def start_embedded(
-    settings: EngineSettings, number: int, *, loop: BackgroundLoop, log_path: Path
+    settings: EngineSettings,
+    number: int,
+    *,
+    loop: BackgroundLoop,
+    log_path: Path,
+    images: ImageProcessing | None = None,
 ) -> list[EmbeddedEngine]:
-    """Start the engines of a pool, which share the cores if there are several."""
+    """Start the engines of a pool, which share the cores if there are several. images: of prompts."""
     if number == 1:
-        return [EmbeddedEngine(settings, loop=loop, log_path=log_path)]
+        return [EmbeddedEngine(settings, loop=loop, log_path=log_path, images=images)]
     check_cores(number)
     paths = [log_path, *(log_path.with_stem(f"{log_path.stem}-{index}") for index in range(1, number))]
     return [
@@ -64,16 +76,17 @@ def start_embedded(
             loop=loop,
             log_path=path,
             name=f"embedded engine {index}",
+            images=images,
         )
         for index, path in enumerate(paths)
     ]
 
 
 @contextmanager
-def open_engine(config: Config) -> Iterator[EnginePool]:
-    """Start the engine, with a temporary log, and close it after the block."""
+def open_engine(config: Config, images: ImageProcessing | None = None) -> Iterator[EnginePool]:
+    """Start the engine, with a temporary log, and close it after the block. images: as in `start_engine`."""
     with tempfile.TemporaryDirectory(prefix="lockstep-") as logs, BackgroundLoop() as loop:
-        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log")
+        engine = start_engine(config, loop=loop, log_path=Path(logs) / "engine.log", images=images)
         try:
             yield engine
         finally:
@@ -106,6 +119,11 @@ def engine_settings(
     model: ModelConfig, rollout: RolloutConfig, correction: CorrectionConfig, *, seed: int, context: int
 ) -> EngineSettings:
     """Return the settings of an engine that samples for a run. context: `Config.engine_context`."""
+    adapters = None
+    if model.lora.rank or model.adapters or rollout.quantization is not None:
+        from lockstep.trainer.model.lora import adapter_settings  # engines without adapters do not load it
+
+        adapters = adapter_settings(model, rollout, correction_mode=correction.mode)
     return EngineSettings(
         model=model.path,
         dtype=model.dtype,
@@ -113,10 +131,11 @@ def engine_settings(
         max_model_len=rollout.max_model_len,
         context=context,
         quantization=rollout.quantization,
-        adapters=adapter_settings(model, rollout, correction_mode=correction.mode),
+        adapters=adapters,
         return_routes=correction.routing_replay == "engine",
         batch_invariant=rollout.batch_invariant,
         seed=seed,
+        max_images=model.images.max_per_prompt,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_gib=cache_gib(rollout),
         compile_on_cpu=rollout.compile_engine,

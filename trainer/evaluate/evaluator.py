@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.rewards.composition import RewardSet
+from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import BASE, POLICY, Sampling
 from lockstep.rollout.errors import ConfigError
@@ -23,7 +24,7 @@ from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import OnRollout, Sampler
 from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.trainer.build import make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.build import images_of_data, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
@@ -233,12 +234,14 @@ class _Process:
                 "eval.compare_to=null 'eval.lm_eval.tasks=[]', or evaluate merged models one by one"
             )
         sampled_with, metrics = comparable_settings(config), {}
-        data = heldout_data(config.heldout_sets(), config.environment, config.reward, say=console.say)
+        chat = self._chat()
+        images = images_of_data(config.model, chat)
+        data = heldout_data(config.heldout_sets(), config.environment, config.reward, **images, say=console.say)
         console.say(f"starting the engine with {path} and {len(config.model.adapters)} adapters ...")
-        with open_engine(config) as engine:
+        with open_engine(config, chat.images) as engine:
             base: Sequence[SetResult] = ()
             for name in (BASE, *config.model.adapters):
-                evaluation = self._evaluate_sets(data, engine, model=name)
+                evaluation = self._evaluate_sets(data, engine, chat, model=name)
                 comparisons = compare(base, evaluation.results) if base else []
                 base = base or evaluation.results
                 console.say(f"{name}:")
@@ -256,23 +259,29 @@ class _Process:
 
     def evaluate(self, tasks: Tasks | None) -> Evaluation:
         config, console = self.config, self.console
-        data = heldout_data(config.heldout_sets(), config.environment, config.reward, say=console.say)
+        chat = self._chat()
+        images = images_of_data(config.model, chat)
+        data = heldout_data(config.heldout_sets(), config.environment, config.reward, **images, say=console.say)
         path = config.model.path
         console.say(f"starting the engine with {path} ...")
-        with open_engine(config) as engine:
-            evaluation = self._evaluate_sets(data, engine) if data else Evaluation()
+        with open_engine(config, chat.images) as engine:
+            evaluation = self._evaluate_sets(data, engine, chat) if data else Evaluation()
             if tasks is None:
                 return evaluation
             with console.progress("lm-eval", 0) as lines:
                 run = tasks.evaluate(engine, model_path=path, on_stage=lines.requests, on_answer=lines.answer)
                 return replace(evaluation, tasks=run)
 
-    def _evaluate_sets(self, data: Mapping[str, DataSet], engine: EnginePool, *, model: str = POLICY) -> Evaluation:
+    def _chat(self) -> Chat:
+        return make_chat(self.config.model, history=self.config.environment.history)
+
+    def _evaluate_sets(
+        self, data: Mapping[str, DataSet], engine: EnginePool, chat: Chat, *, model: str = POLICY
+    ) -> Evaluation:
         config = self.config
         rewards = make_rewards(config)
         try:
             rewards.load()
-            chat = make_chat(config.model, history=config.environment.history)
             sampler = make_sampler(config, engine=engine, chat=chat)
             sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
             evaluator = Evaluator(

@@ -32,6 +32,7 @@ from lockstep.trainer.model.decoder import (
     packable_config,
     packed_hidden_states,
     prepare,
+    vision_of,
 )
 from lockstep.trainer.model.policy import Policy
 
@@ -66,8 +67,9 @@ class Critic(nn.Module):
         """As `Policy`; head: None for a new one. Raises ConfigError if rows of a pack cannot be kept apart."""
         super().__init__()
         prepare(decoder, **setup)
+        self.vision = vision_of(decoder, **setup)
         if is_compiled:
-            compile_layers(decoder)
+            compile_layers(decoder.get_decoder())
         self.decoder = decoder
         weight = next(decoder.parameters())  # of bfloat16 under ZeRO-3, which partitions tensors of one dtype only
         self.head = (head or ValueHead(decoder.config.get_text_config().hidden_size)).to(weight.device, weight.dtype)
@@ -83,7 +85,12 @@ class Critic(nn.Module):
         **setup: Unpack[DecoderSetup],
     ) -> Critic:
         """Load a critic with its head (`save_critic`), or the decoder of a policy or reward model under a new head."""
-        config = packable_config(path, setting="model.critic_path", trust_remote_code=trust_remote_code)
+        config = packable_config(
+            path,
+            setting="model.critic_path",
+            trust_remote_code=trust_remote_code,
+            sees_images=setup.get("sees_images", False),
+        )
         model = load_model(
             role_of(config),
             path,
@@ -105,7 +112,8 @@ class Critic(nn.Module):
 
     def forward(self, packed: PackedBatch) -> Tensor:
         """Return the (T,) value of the state before each trained token of the pack."""
-        hidden_LD = packed_hidden_states(self.decoder, packed)
+        inputs = None if self.vision is None else self.vision.inputs(packed)
+        hidden_LD = packed_hidden_states(self.decoder.get_decoder(), packed, inputs)
         return self.head(hidden_LD.index_select(0, packed.target_index_T))
 
 
@@ -182,13 +190,6 @@ def with_critic(
         **decoder_setup(model, engine_context),
     )
     return ActorCritic(policy, critic)
-
-
-def policy_of(module: nn.Module) -> Policy:
-    """Return the policy inside the trained module, with or without a critic."""
-    policy = module.policy if isinstance(module, ActorCritic) else module
-    assert isinstance(policy, Policy)
-    return policy
 
 
 def save_critic(module: ActorCritic, directory: Path, distributed: Distributed) -> bool:

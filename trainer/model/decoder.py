@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 import transformers
@@ -21,13 +22,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError, TrainingError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.groups.model_settings import ATTENTIONS, ModelConfig
 from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
-from lockstep.trainer.model.layers import autocast, chunked_attention, experts, packed_attention, recurrent, rotary
+from lockstep.trainer.model.layers import (
+    autocast,
+    chunked_attention,
+    experts,
+    packed_attention,
+    recurrent,
+    rotary,
+)
 from lockstep.trainer.model.quantized_base import refuse_quantized
+
+if TYPE_CHECKING:
+    from lockstep.trainer.model.layers.vision import Vision
 
 AUTO = "auto"
 """`packed_rows`, which chooses its kernels by device and dtype."""
@@ -67,6 +78,10 @@ class DecoderSetup(TypedDict, total=False):
     """Dtype of mixed precision, on which FlashAttention depends; None: dtype of the weights."""
     engine_context: int | None
     """Context of the engines that sample the rows [tokens], which rotary positions depend on; None without engines."""
+    sees_images: bool
+    """True for a model with its vision tower, whose packs may have images: every pack runs the tower (`Vision`)."""
+    trains_tower: bool
+    """Train the tower and its projector, too; by default they are frozen."""
 
 
 def decoder_setup(model: ModelConfig, engine_context: int | None) -> DecoderSetup:
@@ -75,24 +90,32 @@ def decoder_setup(model: ModelConfig, engine_context: int | None) -> DecoderSetu
         "gradient_checkpointing": model.is_checkpointed,
         "compute_dtype": model.dtype,
         "engine_context": engine_context,
+        "sees_images": model.sees_images,
+        "trains_tower": model.images.train_tower,
     }
 
 
 def packable_config(
-    path: str | Path, *, setting: str, trust_remote_code: bool, has_adapters: bool = False
+    path: str | Path,
+    *,
+    setting: str,
+    trust_remote_code: bool,
+    has_adapters: bool = False,
+    sees_images: bool = False,
 ) -> PreTrainedConfig:
     """Load a model's config, before its weights are read.
 
     Args:
         setting: name of the path's setting, for the error.
         has_adapters: True if only adapters are trained, under which weights may be quantized.
+        sees_images: True if the vision tower is loaded, too.
 
     Raises:
         ConfigError: no config can be loaded, the architecture cannot keep rows apart, or the weights are quantized.
     """
     config = read_config(path, setting=setting, trust_remote_code=trust_remote_code)
     refuse_quantized(config, setting=setting, has_adapters=has_adapters)
-    refuse_architecture(config)
+    refuse_architecture(config, sees_images=sees_images)
     return config
 
 
@@ -103,12 +126,14 @@ def prepare(
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | str | None = None,
     engine_context: int | None = None,
+    sees_images: bool = False,
+    trains_tower: bool = False,
 ) -> None:
     """Set a model up for packs, in place, and leave it in train mode, which without randomness equals eval mode.
 
     Raises `ConfigError` if rows cannot be kept apart in a pack of this model.
     """
-    refuse_architecture(model.config)
+    refuse_architecture(model.config, sees_images=sees_images)
     chunked_attention.adapt(model)
     refuse_unpackable(model)
     packed_attention.register()
@@ -119,10 +144,23 @@ def prepare(
     experts.keep_float32_routers(model)
     model.set_attn_implementation(choose_attention(attn_implementation, model, compute_dtype))
     disable_randomness(model)
+    if sees_images and not trains_tower:
+        from lockstep.trainer.model.layers.vision import freeze_tower  # models of text do not load it
+
+        freeze_tower(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # `from_pretrained` leaves a model in eval mode, in which transformers ignores gradient checkpointing.
     model.train()
+
+
+def vision_of(model: PreTrainedModel, **setup: Unpack[DecoderSetup]) -> Vision | None:
+    """Return the vision tower of a model that sees images, after `prepare`."""
+    if not setup.get("sees_images"):
+        return None
+    from lockstep.trainer.model.layers.vision import Vision
+
+    return Vision(model)
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -170,8 +208,16 @@ def can_share_prefixes(module: nn.Module) -> bool:
     )
 
 
-def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:
-    """Return the (L, D) last hidden states of a pack, each row computed as if it were alone."""
+def packed_hidden_states(
+    decoder: PreTrainedModel, packed: PackedBatch, inputs: Mapping[str, Any] | None = None
+) -> torch.Tensor:
+    """Return the (L, D) last hidden states of a pack, each row computed as if it were alone.
+
+    inputs: embeddings of ids and images in place of the ids (`Vision.inputs`). Raises `TrainingError` for images
+    without them.
+    """
+    if packed.images is not None and inputs is None:
+        raise TrainingError(f"a pack has images, and {type(decoder).__name__} was loaded without its vision tower")
     attn_implementation = attention_of(decoder)
     is_packed_rows = attn_implementation == packed_attention.PACKED_ROWS
     assert packed.prefixes is None or is_packed_rows, "shared prefixes need packed_rows: see `can_share_prefixes`"
@@ -189,19 +235,27 @@ def packed_hidden_states(decoder: PreTrainedModel, packed: PackedBatch) -> torch
     if any(recurrent.recurrent_layers(decoder)):
         arguments |= recurrent.row_arguments(packed)
     # sdpa, eager: without mask and cache, transformers builds a block-causal mask from restarting position ids.
-    output = decoder(input_ids=packed.ids[None], position_ids=packed.position_ids[None], use_cache=False, **arguments)
+    plain = {"input_ids": packed.ids[None], "position_ids": packed.position_ids[None]}
+    output = decoder(**(plain if inputs is None else inputs), use_cache=False, **arguments)
     return output.last_hidden_state[0]
 
 
-def refuse_architecture(config: PreTrainedConfig) -> None:
-    """Raise ConfigError if the config alone shows that the model is not a packable decoder."""
+def refuse_architecture(config: PreTrainedConfig, *, sees_images: bool = False) -> None:
+    """Raise ConfigError if the config alone shows that the model is not a packable decoder.
+
+    sees_images: True if the vision tower is loaded, too.
+    """
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise ConfigError(
             f"model type {config.model_type} is an encoder-decoder; expected a decoder-only causal language model "
             "(for example Qwen3, Llama, Gemma, Mistral): set model.path to one"
         )
-    if "vision_config" in config.to_dict() and not _leaves_tower_out(config.model_type):
+    if sees_images:
+        from lockstep.trainer.model.layers.vision import refuse_tower
+
+        refuse_tower(config)
+    elif "vision_config" in config.to_dict() and not _leaves_tower_out(config.model_type):
         is_known = text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or text.model_type in OF_TEXT
         remedy = "lockstep save-text-model <checkpoint> <directory>, and set model.path to the directory"
         raise ConfigError(
@@ -262,6 +316,10 @@ def choose_attention(requested: str, model: PreTrainedModel, compute_dtype: torc
             f"attn_implementation={requested}: in a pack it counts the chunks and positions of Llama 4 from the first "
             f"row; set model.attn_implementation={packed_attention.PACKED_ROWS}"
         )
+    if requested != packed_attention.PACKED_ROWS and hasattr(model.config, "vision_config"):
+        from lockstep.trainer.model.layers.vision import refuse_attention
+
+        refuse_attention(requested, model)
     if requested.startswith("flash_attention") and not half:
         raise ConfigError(
             f"attn_implementation={requested} needs bfloat16 or float16, found {dtype}: "

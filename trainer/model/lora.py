@@ -7,28 +7,28 @@ rounds the sum to the engine's dtype, in which a small update vanishes. A finish
 `from_pretrained` loads, and the adapter itself in `adapter/` beside its weights. The reference policy is the model with
 adapters disabled.
 
-Covered: linear layers of the decoder, in one process and under DDP, ZeRO-2 and ZeRO-3; rsLoRA; an initial adapter from
-disk. Not covered: adapters on the head or on an embedding tied to it (the engine holds one weight for both), on
-experts, DoRA, dropout (the sampler has none).
+Covered: linear layers of the decoder, not of a vision tower, in one process and under DDP, ZeRO-2 and ZeRO-3; rsLoRA;
+an initial adapter from disk. Not covered: adapters on the head or on an embedding tied to it (the engine holds one
+weight for both), on experts, DoRA, dropout (the sampler has none).
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from lockstep.rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
 from lockstep.rollout.engine.protocol import BASE, POLICY
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.models.stored_model import read_adapter, reason, whole_models
+from lockstep.rollout.models.stored_model import language_model, read_adapter, reason, whole_models
+from lockstep.trainer.checkpoint.run_dir import ADAPTER
 from lockstep.trainer.config.groups.model_settings import LoraConfig, ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.distributed.distributed import Distributed
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     import peft
     from peft import PeftModel
 
-ADAPTER_DIRECTORY = "adapter"
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 PEFT_REFUSES, PEFT_REFUSES_IN = frozenset({"out_proj", "conv1d"}), frozenset({"falcon_h1", "nemotron_h"})
 """Layers, and the model types in which peft refuses adapters on them."""
@@ -58,15 +57,6 @@ BEYOND_PLAIN = (
 PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 """Initial values that leave W as it is. With others, such as PiSSA's, peft changes W when it loads the adapter."""
 PLAIN_ONLY = "where trainer and engine apply plain LoRA only; set it to another adapter, or merge this one into a model"
-
-
-def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
-    """True if the model has adapters. Does not import peft, which takes seconds."""
-    if "peft" not in sys.modules:
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
@@ -87,6 +77,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig) -> PeftModel:
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number works: peft only divides it by the rank
             lora_dropout=0.0,
             target_modules=default_targets(model) if targets is None else list(targets),
+            exclude_modules=_tower_pattern(model),
             use_rslora=settings.rslora,
             task_type="CAUSAL_LM",
         ),
@@ -134,14 +125,13 @@ def refuse_unfit_adapters(settings: ModelConfig, shapes: PreTrainedConfig) -> No
 
     trust = settings.trust_remote_code
     adapters = {f"model.adapters.{name}": path for name, path in settings.adapters.items()}
-    if not adapters and settings.lora.path is None:
-        return
+    auto = language_model(sees_images=settings.sees_images).auto
     with whole_models(), torch.device("meta"):
         if settings.lora.path is not None and settings.lora.rank:
-            add_adapters(AutoModelForCausalLM.from_config(deepcopy(shapes), trust_remote_code=trust), settings.lora)
+            add_adapters(auto.from_config(deepcopy(shapes), trust_remote_code=trust), settings.lora)
         for setting, path in adapters.items():
             lora_config = _read_config(path, setting=setting)
-            model = AutoModelForCausalLM.from_config(deepcopy(shapes), trust_remote_code=trust)
+            model = auto.from_config(deepcopy(shapes), trust_remote_code=trust)
             try:
                 peft_model = peft.get_peft_model(model, lora_config)
             except ValueError as error:
@@ -268,12 +258,26 @@ def default_targets(model: PreTrainedModel) -> str | list[str]:
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return all linear layers by name. Routers that give several tensors (Llama 4) are none for peft."""
+    """Return all linear layers by name, but those of a vision tower. For peft, routers that give several tensors
+    (Llama 4) are none."""
+    pattern = _tower_pattern(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not isinstance(module, Llama4Router)
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, Llama4Router)
+        and not (pattern and re.fullmatch(pattern, name))
     }
+
+
+def _tower_pattern(model: PreTrainedModel) -> str | None:
+    """Return a pattern of the names of the modules of a vision tower, which gets no adapters; None without one."""
+    if not hasattr(model.config, "vision_config"):
+        return None
+    from lockstep.trainer.model.layers.vision import tower_parts
+
+    names = "|".join(map(re.escape, tower_parts(model)))
+    return rf"{re.escape(model.base_model_prefix)}\.({names})\..*" if names else None
 
 
 def _linear_names(model: PreTrainedModel) -> set[str]:
@@ -311,7 +315,7 @@ def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> 
     weights = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
     if distributed.is_main:
         model.get_base_model().save_pretrained(directory, state_dict=weights)  # type: ignore[operator]
-    save_adapter(model, directory / ADAPTER_DIRECTORY, distributed)
+    save_adapter(model, directory / ADAPTER, distributed)
 
 
 def save_adapter(model: PeftModel, directory: Path, distributed: Distributed) -> None:

@@ -51,6 +51,8 @@ class _Parts:
     average: int
     """The teacher's average of the policy, and the policy's weights while it is sent."""
     activations: int
+    tower: int
+    """Activations of the vision tower, of a pack of images."""
     routers: int
     """Probabilities and choices of the routers; with router losses, their logits."""
     routes: int
@@ -96,7 +98,7 @@ class MemoryPlan(_Parts):
 
     @property
     def _computing(self) -> int:
-        return self.activations + self.routers + self.routes + self.logits + self.live_weights
+        return self.activations + self.tower + self.routers + self.routes + self.logits + self.live_weights
 
     @property
     def _engine(self) -> int:
@@ -197,6 +199,11 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
             is_cast=is_cast,
             has_kernel=on_gpu and is_half,
             is_checkpointed=config.model.is_checkpointed,
+        ),
+        tower=0
+        if shape.tower is None
+        else shape.tower.activation_bytes(
+            config.pack_tokens, compute=compute, is_checkpointed=config.model.is_checkpointed
         ),
         routers=router_bytes(
             shape,

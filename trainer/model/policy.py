@@ -15,8 +15,9 @@ Shape legend: _L tokens of the pack, _T trained tokens of the pack, _D hidden si
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
 
 import torch
 from torch import nn
@@ -24,14 +25,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.loading import load_model
-from lockstep.rollout.models.stored_model import LANGUAGE_MODEL
+from lockstep.rollout.models.stored_model import language_model
 from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model import decoder
 from lockstep.trainer.model.fused_head import FusedHead
 from lockstep.trainer.model.layers.routing import Routing
 from lockstep.trainer.model.logit_tiles import LogitTransform
-from lockstep.trainer.model.lora import add_adapters, is_adapted
 from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
 
 if TYPE_CHECKING:
@@ -41,15 +41,37 @@ PROBE = whole_row(range(4))
 """Row on which the fused head is compared with the model's own forward."""
 
 
+def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
+    """True if the model has adapters. Does not import peft, which takes seconds."""
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def policy_of(module: nn.Module) -> Policy:
+    """Return the policy inside the trained module, with or without a critic."""
+    policy = module if isinstance(module, Policy) else module.policy
+    assert isinstance(policy, Policy)
+    return policy
+
+
 class Policy(nn.Module):
     """log π(token) and entropy of packed rows. No dropout, so train mode computes what eval mode does."""
 
     def __init__(
-        self, model: PreTrainedModel | PeftModel, *, is_compiled: bool = False, **setup: Unpack[decoder.DecoderSetup]
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        is_compiled: bool = False,
+        **setup: Unpack[decoder.DecoderSetup],
     ) -> None:
         """Wrap a loaded model, with or without adapters. `policy.model` stays usable by itself: saving, generation.
 
-        Raises `ConfigError` if rows cannot be kept apart in a pack of this model, or its head cannot be fused.
+        Raises:
+            ConfigError: rows cannot be kept apart in a pack of this model, its head cannot be fused, or it cannot see
+                images.
         """
         super().__init__()
         self.model = model
@@ -57,12 +79,15 @@ class Policy(nn.Module):
         """True if the checkpoint of the frozen weights is quantized, so that they cannot be merged with adapters."""
         causal_lm = self.causal_lm
         decoder.prepare(causal_lm, **setup)
+        if setup.get("trains_tower") and is_adapted(model):
+            raise ConfigError("with adapters the vision tower stays frozen; train it without them (model.lora.rank=0)")
+        self.vision = decoder.vision_of(causal_lm, **setup)
         causal_lm.set_output_embeddings(fused_head(causal_lm))
         self.routing = Routing(causal_lm)
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
         self._compare_head_with_model()
         if is_compiled:
-            decoder.compile_layers(causal_lm)
+            decoder.compile_layers(causal_lm.get_decoder() if self.vision else causal_lm)
 
     @classmethod
     def from_pretrained(
@@ -78,15 +103,20 @@ class Policy(nn.Module):
     ) -> Policy:
         """Load weights from a directory or a hub name, and add the adapters that `lora` asks for.
 
-        setting: name of the path's setting. Raises `ConfigError` without a loadable model that can be a policy, before
-        weights are read if possible.
+        setting: name of the path's setting. Other arguments are those of `Policy`. Raises `ConfigError` without a
+        loadable model that can be a policy, before weights are read if possible.
         """
         has_adapters = lora is not None and lora.rank > 0
+        sees_images = setup.get("sees_images", False)
         config = decoder.packable_config(
-            path, setting=setting, trust_remote_code=trust_remote_code, has_adapters=has_adapters
+            path,
+            setting=setting,
+            trust_remote_code=trust_remote_code,
+            has_adapters=has_adapters,
+            sees_images=sees_images,
         )
         model = load_model(
-            LANGUAGE_MODEL,
+            language_model(sees_images=sees_images),
             path,
             setting=setting,
             dtype=dtype,
@@ -94,7 +124,15 @@ class Policy(nn.Module):
             config=config,
             dequantizing=loading_arguments(config),
         )
-        policy = cls(add_adapters(model, lora) if lora and has_adapters else model, is_compiled=is_compiled, **setup)
+        if lora and has_adapters:
+            from lockstep.trainer.model.lora import add_adapters  # models without adapters do not load it
+
+            model = add_adapters(model, lora)
+        policy = cls(
+            model,
+            is_compiled=is_compiled,
+            **setup,
+        )
         policy.is_quantized = stored_method(config) is not None
         return policy
 
@@ -142,7 +180,8 @@ class Policy(nn.Module):
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
         """Return the (L, D) last hidden states of the pack, each row computed as if it were alone."""
-        hidden_LD = decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed)
+        inputs = None if self.vision is None else self.vision.inputs(packed)
+        hidden_LD = decoder.packed_hidden_states(self.causal_lm.get_decoder(), packed, inputs)
         self.routing.check_given(packed)
         return hidden_LD
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModel, PreTrainedConfig
 
+from lockstep.rollout.models.stored_model import language_model
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
-from lockstep.trainer.model.critic import ActorCritic, Critic
 from lockstep.trainer.model.decoder import decoder_setup, packable_config
 from lockstep.trainer.model.layers.router_outputs import router_coefs
 from lockstep.trainer.model.layers.routing import num_experts
-from lockstep.trainer.model.lora import add_adapters
 from lockstep.trainer.model.policy import Policy
 
+if TYPE_CHECKING:
+    from lockstep.trainer.model.layers.vision import TowerShape
+
+OF_LAYERS = re.compile(r"^(?!.*vision).*\.layers\.")
+"""Names of the parameters of decoder layers, not of a tower's."""
 NORM, OF_HEADS = re.compile(r"norm\w*\.weight$"), re.compile(r"\.[qk]_(layer)?norm\.")
 """Names of the weights of norms, and those of queries and keys among them."""
 SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
@@ -59,11 +63,23 @@ class ModelShape:
     """Norms of hidden states in a layer."""
     has_head_norms: bool = False
     """True if queries and keys are normalized before the rotation."""
+    tower: TowerShape | None = None
+    """Vision tower of a model that sees images."""
 
     @property
     def of_layers(self) -> int:
         """Number of parameters without embedding and head."""
         return self.parameters - self.vocabulary * self.hidden * (1 if self.is_tied else 2)
+
+    @classmethod
+    def of_trained(cls, module: nn.Module, policy: Policy) -> ModelShape:
+        """Measure the trained module. policy: the one inside it."""
+        shape = cls.of(module, policy.model, policy.causal_lm.config)
+        if policy.vision is None:
+            return shape
+        from lockstep.trainer.model.layers.vision import TowerShape  # models of text do not load it
+
+        return replace(shape, tower=TowerShape.of(policy.causal_lm))
 
     @classmethod
     def of(cls, module: nn.Module, policy: nn.Module, config: PreTrainedConfig) -> ModelShape:
@@ -80,7 +96,7 @@ class ModelShape:
         expert = (text.get("moe_intermediate_size") or width) if experts else 0
         shared = next((text[name] for name in SHARED_WIDTHS if text.get(name)), None)
         sizes = [_numel(parameter) for parameter in module.parameters()]
-        norms = [name for name, _ in policy.named_parameters() if ".layers." in name and NORM.search(name)]
+        norms = [name for name, _ in policy.named_parameters() if OF_LAYERS.search(name) and NORM.search(name)]
         of_heads = [name for name in norms if OF_HEADS.search(name)]
         return cls(
             parameters=sum(sizes),
@@ -119,20 +135,34 @@ def planned_shape(
     setup, trust = decoder_setup(model, engine_context), model.trust_remote_code
     with torch.device("meta"):
         shapes = packable_config(
-            model.path, setting="model.path", trust_remote_code=trust, has_adapters=model.lora.rank > 0
+            model.path,
+            setting="model.path",
+            trust_remote_code=trust,
+            has_adapters=model.lora.rank > 0,
+            sees_images=model.sees_images,
         )
-        causal_lm = AutoModelForCausalLM.from_config(shapes, trust_remote_code=trust)
-        policy = Policy(add_adapters(causal_lm, model.lora) if model.lora.rank else causal_lm, **setup)
+        auto = language_model(sees_images=model.sees_images).auto
+        causal_lm = auto.from_config(shapes, trust_remote_code=trust)
+        if model.lora.rank:
+            from lockstep.trainer.model.lora import add_adapters
+
+            causal_lm = add_adapters(causal_lm, model.lora)
+        policy = Policy(causal_lm, **setup)
         router_coefs(policy.causal_lm.get_decoder(), algorithm)
-        module: nn.Module = policy
-        if has_critic and model.critic == "shared":
+        if not has_critic:
+            return ModelShape.of_trained(policy, policy)
+        from lockstep.trainer.model.critic import ActorCritic, Critic
+
+        if model.critic == "shared":
             module = ActorCritic.shared(policy)
-        elif has_critic:
+        else:
             path = model.critic_path or model.path
-            shapes = packable_config(path, setting="model.critic_path", trust_remote_code=trust)
+            shapes = packable_config(
+                path, setting="model.critic_path", trust_remote_code=trust, sees_images=model.sees_images
+            )
             decoder = AutoModel.from_config(shapes, trust_remote_code=trust)
             module = ActorCritic(policy, Critic(decoder, **setup))
-    return ModelShape.of(module, policy.model, policy.causal_lm.config)
+    return ModelShape.of_trained(module, policy)
 
 
 def update_flops(shape: ModelShape, lengths: Sequence[int]) -> float:

@@ -27,7 +27,7 @@ from lockstep.rollout.safe_text import safe_text
 from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.trainer.observe.alarms import TOOL_ERRORS, dropped
 from lockstep.trainer.observe.progress import ProgressLines
-from lockstep.trainer.observe.transcript import conversation
+from lockstep.trainer.observe.transcript import Mark, conversation
 
 HEADER_EVERY = 20
 ALARM_AGAIN_EVERY = 20
@@ -284,10 +284,10 @@ class RunConsole:
                 line = Text.assemble(label, " ", safe_text(sentence), (since, "dim"))
                 self._console.print(line, soft_wrap=True)
 
-    def sample(self, rollout: Rollout) -> None:
-        """Print one rollout as a conversation."""
+    def sample(self, rollout: Rollout, mark: Mark | None = None) -> None:
+        """Print one rollout as a conversation. mark: of images, as for `conversation`."""
         is_terminal = self._console.is_terminal
-        self._console.print(conversation(rollout, wrapped=is_terminal), soft_wrap=not is_terminal)
+        self._console.print(conversation(rollout, wrapped=is_terminal, mark=mark), soft_wrap=not is_terminal)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.rollout.records import content_text
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.kl import bounded
 from lockstep.trainer.objective.per_rollout import rollout_mean
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.trackers.tracker import Histogram, Medium, Page, Table
-from lockstep.trainer.observe.transcript import content_text, tool_calls
+from lockstep.trainer.observe.transcript import image_mark, tool_calls
 
 BINS = 64
 PAGES = "lockstep.media"
@@ -107,6 +108,6 @@ def _html(page: Any) -> str:
 def _lines(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(
         f"{message['role']}: "
-        + " ".join([content_text(message), *(f"→ {call}" for call in tool_calls(message))]).strip()
+        + " ".join([content_text(message, image_mark), *(f"→ {call}" for call in tool_calls(message))]).strip()
         for message in messages
     )

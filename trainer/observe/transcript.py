@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.rollout.records import Message, Rollout, RolloutStatus
+from lockstep.rollout.records import Message, Rollout, RolloutStatus, content_text
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.trainer.data.datasets import json_or_text
 
@@ -20,13 +20,16 @@ MAX_SHOWN_CHARS = 1200
 STATUS_STYLE = {RolloutStatus.COMPLETED: "green", RolloutStatus.FAILED: "red"}
 STATUS_STYLE_ELSE = "yellow"
 ROLE_STYLE = {"user": "cyan", "assistant": "bold", "tool": "magenta"}
+Mark = Callable[[Mapping[str, Any]], str]
+"""Function that writes a part without text."""
 
 
-def conversation(rollout: Rollout, *, wrapped: bool) -> RenderableType:
+def conversation(rollout: Rollout, *, wrapped: bool, mark: Mark | None = None) -> RenderableType:
     """Render headline and messages, without system turns and worked examples. wrapped: fold long lines beside the role,
-    for a terminal; False: one line per message, for a file."""
+    for a terminal; False: one line per message, for a file. mark: of images; None: `image_mark`."""
     examples, messages = parts(rollout)
-    lines = [(_role(message), message_text(message)) for message in messages if message["role"] != "system"]
+    mark = mark or image_mark
+    lines = [(_role(message), message_text(message, mark)) for message in messages if message["role"] != "system"]
     if examples:
         lines.insert(0, ("prompt", Text(f"[{len(examples)} messages of worked examples]", style="dim")))
     if not wrapped:
@@ -66,10 +69,10 @@ def headline(rollout: Rollout) -> Text:
     return line
 
 
-def message_text(message: Message) -> Text:
+def message_text(message: Message, mark: Mark) -> Text:
     """Render text, tool calls, and errors of unparsable calls."""
     text = Text(style=ROLE_STYLE.get(str(message["role"]), ""))
-    text.append(shortened(terminal_safe(content_text(message))))
+    text.append(shortened(terminal_safe(content_text(message, mark))))
     for call in tool_calls(message):
         text.append(" " if text.plain else "")
         text.append(f"→ {shortened(terminal_safe(call))}", style="blue")
@@ -83,12 +86,9 @@ def _role(message: Message) -> str:
     return terminal_safe(str(message["role"]))
 
 
-def content_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, joining its parts. Parts other than text appear by type."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+def image_mark(part: Mapping[str, Any]) -> str:
+    """Return a part without text by its type, an image with the beginning of its digest: `[image 39eb91…]`."""
+    return f"[{part.get('type')} {str(part['digest'])[:6]}…]" if part.get("digest") else f"[{part.get('type')}]"
 
 
 def tool_calls(message: Mapping[str, Any]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
 from lockstep.rollout.weights.sync import WeightSync
-from lockstep.trainer.build import load_policy, make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.build import images_of_data, load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
 from lockstep.trainer.collect.source import Collector, RolloutSource
@@ -28,12 +28,11 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
 from lockstep.trainer.engines.run_engines import Engines, start_engines
 from lockstep.trainer.model.chosen import with_chosen
-from lockstep.trainer.model.critic import policy_of, with_critic
 from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.families import unproven
 from lockstep.trainer.model.layers.routing import refuse_dense
 from lockstep.trainer.model.memory_plan import MemoryPlan, memory_plan
-from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.policy import Policy, policy_of
 from lockstep.trainer.model.shape import ModelShape, planned_shape
 from lockstep.trainer.model.start_checks.distances import Reach, reach
 from lockstep.trainer.model.start_checks.rounding import marked_layers, rounding_of
@@ -46,6 +45,8 @@ from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from lockstep.trainer.update.updater import Updater
 
 if TYPE_CHECKING:  # of runs that need them
+    from lockstep.rollout.media.processing import ImageProcessing
+    from lockstep.trainer.batch.packed_images import ImageSource
     from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
     from lockstep.trainer.engines.teacher import Teacher
     from lockstep.trainer.evaluate.evaluation import Evaluation
@@ -116,6 +117,8 @@ class Assembly:
         self._loop = loop
         self._console = console
         self._libraries = libraries
+        self._images: ImageProcessing | None = None
+        self._image_source: ImageSource | None = None
 
     def parts(self) -> Parts:
         """Build all parts.
@@ -130,12 +133,13 @@ class Assembly:
             from lockstep.trainer.engines.teacher_start import refuse_unfit_teacher
 
             distributed.together(lambda: refuse_unfit_teacher(config.teacher, config.model, config.rollout))
-        chat = make_chat(config.model, history=config.environment.history)
+        chat = make_chat(config.model, history=config.environment.history, media=self._directory.media)
+        self._images = chat.images
         demonstrations = self._demonstrations(chat)
         prompts = None
         if config.has_rollouts:
             prompts = make_prompts(config, distributed, self._loop, chat, say=console.say)
-        heldout, heldout_demonstrations = self._heldout_prompts(), self._heldout_demonstrations(chat)
+        heldout, heldout_demonstrations = self._heldout_prompts(chat), self._heldout_demonstrations(chat)
         engines = self._engines()
         teacher = self._teacher(engines)
         module, shape, updater = self._trained(demonstrations, teacher)
@@ -145,7 +149,9 @@ class Assembly:
         if prompts is not None:
             rollout_parts = self._rollout_parts(engines, chat, prompts)
             sleep_level = config.rollout.sleep_level if engines.colocated else 0
-            sync = make_sync(config, distributed, updater, engines=engines.synced, sleep_level=sleep_level)
+            sync = make_sync(
+                config, distributed, updater, engines=engines.synced, sleep_level=sleep_level, images=self._images
+            )
             average = self._average(updater, teacher)
             recovery = Recovery(
                 engines=engines,
@@ -164,7 +170,7 @@ class Assembly:
             distributed=distributed,
             updater=updater,
             rollouts=rollout_parts.rollouts if rollout_parts else None,
-            reference=make_reference(config, distributed, module) if config.has_rollouts else None,
+            reference=make_reference(config, distributed, module, self._image_source) if config.has_rollouts else None,
             teacher=teacher if config.plan.teaches_rollouts else None,
             averaged=average,
             sync=sync,
@@ -197,12 +203,13 @@ class Assembly:
 
         return Demonstrations.load(self._config, self._distributed, chat, say=self._console.say)
 
-    def _heldout_prompts(self) -> Mapping[str, DataSet]:
+    def _heldout_prompts(self, chat: Chat) -> Mapping[str, DataSet]:
         """Load the held-out data of a run with rollouts on rank 0."""
         config, distributed = self._config, self._distributed
         if not (config.evaluates and config.has_rollouts):
             return {}
-        load = partial(heldout_data, config.heldout_sets(), config.environment, config.reward, say=self._console.say)
+        sets, images = config.heldout_sets(), images_of_data(config.model, chat)
+        load = partial(heldout_data, sets, config.environment, config.reward, **images, say=self._console.say)
         return distributed.together(lambda: load() if distributed.is_main else {})
 
     def _heldout_demonstrations(self, chat: Chat) -> HeldoutDemonstrations | None:
@@ -237,7 +244,9 @@ class Assembly:
             engines = f"{rollout.num_engines} engines" if rollout.num_engines > 1 else "the engine"
             place = " of every rank" if rollout.engine == "colocated" else ""
             self._console.say(f"starting {engines}{place} ...")
-        return start_engines(self._config, self._distributed, loop=self._loop, logs=self._directory.logs)
+        return start_engines(
+            self._config, self._distributed, loop=self._loop, logs=self._directory.logs, images=self._images
+        )
 
     def _teacher(self, engines: Engines) -> Teacher | None:
         """Start the teacher."""
@@ -304,6 +313,7 @@ class Assembly:
             temperature=1.0,
             token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
+            images=self._image_source,
         )
 
         def evaluate(console: RunConsole) -> Evaluation | None:
@@ -346,17 +356,31 @@ class Assembly:
         config, distributed, console = self._config, self._distributed, self._console
         has_critic, context = config.plan.has_critic, config.rotary_context
         policy = load_policy(config.model, decoder_setup(config.model, context))
-        module = with_critic(policy, config.model, has_critic=has_critic, engine_context=context)
+        module: nn.Module = policy
+        if has_critic:
+            from lockstep.trainer.model.critic import with_critic
+
+            module = with_critic(policy, config.model, has_critic=True, engine_context=context)
         optimizer = make_optimizer(module, config.optimizer, is_sharded=distributed.zero_stage > 0)
         with self._libraries.output_to_file():  # DeepSpeed prints, and compiles an offloaded optimizer
             prepared_module = distributed.prepare(module, optimizer)
-        shape = ModelShape.of(module, policy.model, policy.causal_lm.config)
+        shape = ModelShape.of_trained(module, policy)
         plan = memory_plan(shape, config, distributed.sharding)
         show_memory_plan(plan, console, available=distributed.device_memory)
         show_scale(shape, config, console)
         if demonstrations is not None:
             demonstrations.take_teacher(teacher)
-        updater = Updater(prepared_module, distributed, config, given=[demonstrations] if demonstrations else [])
+        if self._images is not None:
+            from lockstep.trainer.model.layers.vision import image_source
+
+            self._image_source = image_source(policy.causal_lm.config, self._images.prepared)
+        updater = Updater(
+            prepared_module,
+            distributed,
+            config,
+            given=[demonstrations] if demonstrations else [],
+            images=self._image_source,
+        )
         updater.scorer.budget.warn = console.warn
         dtype = getattr(torch, config.model.dtype)
         longest = config.rollout.max_model_len
@@ -400,8 +424,9 @@ def make_sync(
     *,
     engines: Sequence[SyncedEngine],
     sleep_level: int = 0,
+    images: ImageProcessing | None = None,
 ) -> WeightSync:
-    """Make a weight sync of the trained module to these engines of this rank; a collective."""
+    """Make a weight sync of the trained module to these engines of this rank; a collective. images: of the run."""
     settings = config.sync
     share = settings.canary_share
     policy = policy_of(distributed.unwrapped)
@@ -413,6 +438,11 @@ def make_sync(
         distances=row.passed,
         score_disturbed=partial(updater.logprobs, error=rounding_of(dtype, distributed.device.type)),
     )
+    image = None
+    if images is not None:
+        from lockstep.rollout.weights.canary_prompt import image_row  # runs without images do not load it
+
+        image = image_row(images, updater.logprobs)
     return WeightSync(
         engines=engines,
         sleep_level=sleep_level,
@@ -422,6 +452,7 @@ def make_sync(
             threshold=settings.canary_threshold,
             share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
             long=long_row if row.tokens > CANARY_TOKENS and marked_layers(policy) else None,
+            image=image,
         ),
         pause_mode=config.pause_mode,
         bucket_bytes=int(settings.bucket_mib * 2**20),
@@ -475,7 +506,8 @@ def make_prompts(
 ) -> Prompts:
     """Load and filter the prompts of a run; a collective. Raises `DataError` on all ranks."""
     settings = config.data
-    data = distributed.together(lambda: training_data(settings, config.environment, config.reward, say=say))
+    images = images_of_data(config.model, chat)
+    data = distributed.together(lambda: training_data(settings, config.environment, config.reward, **images, say=say))
     if settings.max_prompt_tokens is not None:
         from lockstep.trainer.data.prompt_filter import without_long  # other runs do not load it
 

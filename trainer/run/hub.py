@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.rollout.errors import ConfigError, DataError, HubError
 from lockstep.rollout.system.plain_files import behind_link, read_plain
-from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.checkpoint.run_dir import ADAPTER, RunDirectory
 from lockstep.trainer.checkpoint.stored import check
 from lockstep.trainer.checks.names import HUB_ID
 from lockstep.trainer.compose import to_config, unknown_keys
@@ -41,11 +41,11 @@ from lockstep.trainer.run.model_card import CURVE, TrainedModel, is_local, model
 from lockstep.trainer.settings_file import fit
 
 CARD = "README.md"
-ADAPTER = "adapter"
 WEIGHTS = "*.safetensors"
 TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template*"),
+    *("preprocessor_config.json", "processor_config.json"),
 )
 MODEL = (WEIGHTS, "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json", "*.py")
 """Names of what is uploaded of a directory: no optimizer states, no rollouts, nothing else that lies there."""
@@ -147,11 +147,11 @@ def _export(run: RunDirectory, model: TrainedModel, directory: Path) -> None:
     if (problem := check(place) if place.is_dir() else "is not there") is not None:
         raise HubError(f"{place} {problem}; set --checkpoint to one of: {_saved_updates(run) or 'none is there'}")
     settings.trust_remote_code = False  # others may have written the run
-    make_chat(settings, history=model.config.environment.history).tokenizer.save_pretrained(directory)
+    make_chat(settings, history=model.config.environment.history).save_pretrained(directory)
     if (place / ADAPTER).is_dir():
         shutil.copytree(place / ADAPTER, directory / ADAPTER)
     else:
-        export_model(place, settings.path, directory, has_critic=model.config.plan.has_critic)
+        export_model(place, settings, directory, has_critic=model.config.plan.has_critic)
 
 
 def _saved_updates(run: RunDirectory) -> str:

@@ -27,8 +27,8 @@ from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.trackers.view import lockstep, short_path
 from lockstep.trainer.run.assembly import Parts
 from lockstep.trainer.run.next_steps import outcome
-from lockstep.trainer.update.batch_dumps import Attempt, write_dump
 from lockstep.trainer.update.schedule import is_due
+from lockstep.trainer.update.update_guard import Attempt
 
 if TYPE_CHECKING:
     from lockstep.trainer.evaluate.evaluation import Evaluation
@@ -206,6 +206,8 @@ class Reporter:
         given: Mapping[str, StepBatch],
     ) -> None:
         """Keep the batch of an optimizer step that the guard objected to. A full disk does not end the run."""
+        from lockstep.trainer.update.batch_dumps import write_dump  # other runs do not load it
+
         outcome = "skipped" if attempt.number else "made"
         self._console.warn(f"update {attempt.update} {outcome}: {attempt.reason}")
         with self.log.tolerating("dumping a batch"):

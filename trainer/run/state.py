@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
-from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.checkpoint.run_dir import ADAPTER, RunDirectory
 from lockstep.trainer.checkpoint.user_files import UserFiles
 from lockstep.trainer.compose import CONFIG_DIR
 from lockstep.trainer.config.tree import plain
 from lockstep.trainer.data.prompts import Position
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.model.critic import ActorCritic, policy_of, save_critic
-from lockstep.trainer.model.lora import ADAPTER_DIRECTORY, is_adapted, save_adapter, save_merged
+from lockstep.trainer.model.policy import is_adapted, policy_of
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.observe.metrics_log import MetricsLog
 from lockstep.trainer.observe.trackers.tracker import Lineage
@@ -126,7 +125,9 @@ def save_state(parts: Parts, directory: RunDirectory, state: TrainerState, files
         if parts.distributed.is_main:
             files.save(place)
         if is_adapted(model):
-            save_adapter(model, place / ADAPTER_DIRECTORY, parts.distributed)
+            from lockstep.trainer.model.lora import save_adapter
+
+            save_adapter(model, place / ADAPTER, parts.distributed)
         if parts.averaged is not None:
             parts.averaged.average.save(place)
 
@@ -150,22 +151,29 @@ def save_model(
     """
     config, distributed = parts.config, parts.distributed
     policy = policy_of(distributed.unwrapped)
-    if is_adapted(policy.model) and policy.is_quantized:
-        save_adapter(policy.model, directory.model / ADAPTER_DIRECTORY, distributed)
-    elif is_adapted(policy.model):
-        save_merged(policy.model, directory.model, distributed)
+    if is_adapted(policy.model):
+        from lockstep.trainer.model.lora import save_adapter, save_merged
+
+        if policy.is_quantized:
+            save_adapter(policy.model, directory.model / ADAPTER, distributed)
+        else:
+            save_merged(policy.model, directory.model, distributed)
     else:
         prefix = "policy.model." if config.plan.has_critic else "model."
         distributed.save_pretrained(directory.model, prefix=prefix)
-    module = distributed.unwrapped
-    has_saved_critic = isinstance(module, ActorCritic) and save_critic(module, directory.critic, distributed)
+    has_saved_critic = False
+    if config.plan.has_critic:
+        from lockstep.trainer.model.critic import ActorCritic, save_critic
+
+        module = distributed.unwrapped
+        has_saved_critic = isinstance(module, ActorCritic) and save_critic(module, directory.critic, distributed)
     if not distributed.is_main:
         return
-    parts.chat.tokenizer.save_pretrained(directory.model)
+    parts.chat.save_pretrained(directory.model)
     update = parts.trainer.version
     if update < config.updates:
         console.say(f"stopped after update {update}; everything is saved")
-    adapter = directory.model / ADAPTER_DIRECTORY if policy.is_quantized else None
+    adapter = directory.model / ADAPTER if policy.is_quantized else None
     if outcome:
         console.say(
             f"{outcome}; the {'adapter' if adapter else 'model'} is in {short_path(adapter or directory.model)}"

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.model.critic import policy_of
 from lockstep.trainer.model.decoder import decoder_setup
-from lockstep.trainer.model.lora import is_adapted
-from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.policy import Policy, is_adapted, policy_of
 from lockstep.trainer.score.scorer import Scorer
+
+if TYPE_CHECKING:
+    from lockstep.trainer.batch.packed_images import ImageSource
 
 
 class Reference:
@@ -35,8 +37,11 @@ class Reference:
             return self._scorer.score(batch)
 
 
-def make_reference(config: Config, distributed: Distributed, module: nn.Module) -> Reference | None:
-    """Make the configured reference; a collective under ZeRO-3. module: policy from `Distributed.prepare`.
+def make_reference(
+    config: Config, distributed: Distributed, module: nn.Module, images: ImageSource | None = None
+) -> Reference | None:
+    """Make the configured reference; a collective under ZeRO-3. module: policy from `Distributed.prepare`. images: of
+    the rows.
 
     It computes as the policy does, so that the KL of an unchanged policy is exactly 0: in bfloat16 over float32 weights
     like the policy under autocast (norms stay float32 there), in bfloat16 throughout if DeepSpeed has cast the policy.
@@ -44,11 +49,12 @@ def make_reference(config: Config, distributed: Distributed, module: nn.Module) 
     if not config.algorithm.kl_coef:
         return None
     policy = policy_of(distributed.unwrapped)
-    settings = {
+    settings: dict[str, Any] = {
         "temperature": config.rollout.temperature,
         "token_budget": config.pack_tokens,
         "share_prefixes": config.share_prefixes,
         "with_routes": False,  # it chooses its experts itself
+        "images": images,
     }
     if is_adapted(policy.model) and config.model.reference_path is None:
         return Reference(Scorer(module, distributed, **settings), policy.model.disable_adapter)

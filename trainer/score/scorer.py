@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks import isolation, layer_precision
 from lockstep.trainer.score.token_budget import TokenBudget
 
+if TYPE_CHECKING:
+    from lockstep.trainer.batch.packed_images import ImageSource
+
 
 class Scorer:
     """One model with the packing of its rows."""
@@ -40,15 +44,18 @@ class Scorer:
         token_budget: int,
         share_prefixes: str = "auto",
         with_routes: bool = True,
+        images: ImageSource | None = None,
     ) -> None:
         """module: policy from `Distributed.prepare` or `prepare_frozen`. share_prefixes: the setting.
 
         with_routes: False for a model that chooses its experts itself, although the rows carry routes.
+        images: of the rows; None for a model that sees none.
         """
         self._module = module
         self._distributed = distributed
         self._temperature = temperature
         self._with_routes = with_routes
+        self._images = images
         shares = share_prefixes != "never" and can_share_prefixes(module)
         self._longest_shared = longest_shared(module) if shares else 0
         self.budget = TokenBudget(token_budget, distributed)
@@ -57,7 +64,7 @@ class Scorer:
         """Assign rows (indices) to ranks and packs."""
         num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
         if self._shares_prefixes(batch, rows):
-            keys = [token_keys(batch.rows[row]) if self._with_routes else batch.rows[row].ids for row in rows]
+            keys = [token_keys(batch.rows[row], with_routes=self._with_routes) for row in rows]
             share = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
         else:
             share = plan([len(batch.rows[row]) for row in rows], num_ranks=num_ranks, token_budget=budget)
@@ -74,6 +81,7 @@ class Scorer:
             batch.layout,
             share_prefixes=self._shares_prefixes(batch, pack),
             with_routes=self._with_routes,
+            images=self._images,
             device=self._distributed.device,
         )
 

@@ -179,6 +179,7 @@ def tokenized(
                     chat,
                     max_tokens=settings.max_tokens,
                     min_reward=settings.min_reward,
+                    max_images=model.images.max_per_prompt,
                     vocab_size=vocab_size_of(model.path, trust_remote_code=model.trust_remote_code),
                     say=say,
                 )

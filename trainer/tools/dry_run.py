@@ -36,11 +36,11 @@ from lockstep.rollout.episode.environment import RunsItself, messages_of_row
 from lockstep.rollout.episode.episode import run_episode
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import ConfigError, LockstepError, TemplateError
-from lockstep.rollout.records import Cause, EngineCall, FinishReason, Rollout, TrainingRow, at_row
+from lockstep.rollout.records import Cause, EngineCall, FinishReason, ImageSpan, Rollout, TrainingRow, at_row
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
-from lockstep.trainer.build import make_chat, make_rewards, make_sampling
+from lockstep.trainer.build import images_of_data, make_chat, make_rewards, make_sampling
 from lockstep.trainer.checks.names import group_wise_rewards, scores_groups_alone
 from lockstep.trainer.command_line import typed_words
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
@@ -113,7 +113,13 @@ def dry_run(config: Config) -> None:
         heldout = {}
         if config.has_rollouts and config.evaluates:
             heldout = distributed.together(
-                lambda: heldout_data(config.heldout_sets(), config.environment, config.reward, say=run_console.say)
+                lambda: heldout_data(
+                    config.heldout_sets(),
+                    config.environment,
+                    config.reward,
+                    **images_of_data(config.model, chat),
+                    say=run_console.say,
+                )
             )
         demonstrations = Demonstrations.load(config, distributed, chat, say=run_console.say)
         if not config.has_rollouts and config.evaluates:
@@ -221,7 +227,9 @@ def demonstration_counts(
     }
 
 
-async def sampled_answer(ids: Sequence[int], prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+async def sampled_answer(
+    ids: Sequence[int], prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+) -> EngineCall:
     """Return `ids` and a stop token as a sampled turn, cut at `sampling.max_tokens`. Its logprobs are zeros."""
     stops = sampling.stop_token_ids[:1]
     whole = (*ids, *stops)
@@ -230,6 +238,7 @@ async def sampled_answer(ids: Sequence[int], prompt_ids: Sequence[int], sampling
         prompt_ids=tuple(prompt_ids),
         sampled_ids=sampled_ids,
         sampled_logprobs=(0.0,) * len(sampled_ids),
+        images=tuple(images),
         finish_reason=FinishReason.STOP if stops and sampled_ids == whole else FinishReason.LENGTH,
     )
 

@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.objective.advantages.critic import Credit
+from lockstep.trainer.update.update_guard import Attempt
 
 BATCH, TARGETS, ATTEMPT = "batch.safetensors", "targets.safetensors", "attempt.json"
 _CREDIT = "credit."
@@ -45,29 +46,6 @@ UNREADABLE = (
 )
 """Errors of readers for files that are damaged."""
 _GIVEN, _SUFFIX = "given-", ".safetensors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One attempted optimizer step."""
-
-    update: int
-    """Number of the attempted update; the weights are those of the one before."""
-    number: int
-    """0 if the step was made; else the number of skipped steps in a row, including this one."""
-    rollouts: tuple[int, ...] = ()
-    """Indices of the rollouts in the batch."""
-    lr: float
-    is_first: bool = True
-    """True for the first optimizer step on its batch."""
-    reason: str
-    sums: Mapping[str, float]
-    """Sums over the step of loss and metrics."""
-    grad_norm: float
-
-    @property
-    def name(self) -> str:
-        return f"update-{self.update:06d}" + (f"-try-{self.number}" if self.number else "")
 
 
 def write_dump(

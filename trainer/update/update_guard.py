@@ -30,6 +30,29 @@ class Judgment:
     is_skipped: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One attempted optimizer step."""
+
+    update: int
+    """Number of the attempted update; the weights are those of the one before."""
+    number: int
+    """0 if the step was made; else the number of skipped steps in a row, including this one."""
+    rollouts: tuple[int, ...] = ()
+    """Indices of the rollouts in the batch."""
+    lr: float
+    is_first: bool = True
+    """True for the first optimizer step on its batch."""
+    reason: str
+    sums: Mapping[str, float]
+    """Sums over the step of loss and metrics."""
+    grad_norm: float
+
+    @property
+    def name(self) -> str:
+        return f"update-{self.update:06d}" + (f"-try-{self.number}" if self.number else "")
+
+
 class UpdateGuard:
     """Judge of optimizer steps, with the norms of the last ones."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,14 +24,16 @@ from lockstep.trainer.objective.own.lookup import policy_loss_named
 from lockstep.trainer.objective.per_rollout import rollout_count
 from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.score.whole_step import ConfiguredLoss
-from lockstep.trainer.update.batch_dumps import Attempt
 from lockstep.trainer.update.components.component import GivenRows, RolloutStep, TokenSet
 from lockstep.trainer.update.components.table import rollout_terms
 from lockstep.trainer.update.entropy_control import EntropyControl
 from lockstep.trainer.update.optimizer_step import OptimizerStep, Stepped
 from lockstep.trainer.update.routers import Routers
 from lockstep.trainer.update.schedule import learning_rate
-from lockstep.trainer.update.update_guard import UpdateGuard
+from lockstep.trainer.update.update_guard import Attempt, UpdateGuard
+
+if TYPE_CHECKING:
+    from lockstep.trainer.batch.packed_images import ImageSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,18 +73,20 @@ class Updater:
         config: Config,
         *,
         given: Sequence[GivenRows] = (),
+        images: ImageSource | None = None,
     ) -> None:
-        """given: components with rows of their own."""
+        """given: components with rows of their own. images: of the rows; None for a model that sees none."""
         self._module = module
         self._distributed = distributed
         self._config = config
-        self._plan = config.plan
+        self._plan, self._images = config.plan, images
         self.scorer = Scorer(
             module,
             distributed,
             temperature=config.rollout.temperature,
             token_budget=config.pack_tokens,
             share_prefixes=config.share_prefixes,
+            images=images,
         )
         self._routers = Routers(module, self.scorer, config.algorithm, replays=self._plan.replays)
         self.loss = ConfiguredLoss(policy_loss_named(config.algorithm.loss), config.algorithm, seed=config.seed)
@@ -128,9 +133,10 @@ class Updater:
     def logprobs(self, ids: Sequence[int], error: float = 0.0) -> list[float]:
         """Return log π(ids[i] | ids[:i]) at temperature 1 for i ≥ 1, by the trainer's own forward; a collective.
 
-        error: relative rounding error to add to the output of each layer.
+        ids: with their images if they are `PromptIds`; the tokens of images have no logprob. error: relative rounding
+        error to add to the output of each layer.
         """
-        packed = collate([whole_row(ids)], [0], device=self._distributed.device)
+        packed = collate([whole_row(ids)], [0], images=self._images, device=self._distributed.device)
         with torch.no_grad(), rounding_errors(self._module, error):
             logp_T, *_ = self._module(packed, temperature=1.0, with_entropy=False)
         return logp_T.float().tolist()

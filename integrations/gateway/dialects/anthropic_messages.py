@@ -22,7 +22,17 @@ from lockstep.integrations.gateway.dialects.fields import (
 )
 from lockstep.integrations.gateway.dialects.turn import Recorded, Turn, function_call
 from lockstep.integrations.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
-from lockstep.integrations.gateway.messages import MAX_MESSAGES, read_last_ids, read_text, refuse_many
+from lockstep.integrations.gateway.messages import (
+    MAX_MESSAGES,
+    Content,
+    StoredImage,
+    joined,
+    part_type,
+    read_last_ids,
+    read_text,
+    refuse_many,
+    unread_part,
+)
 from lockstep.integrations.gateway.request import Offer, SampleRequest
 from lockstep.integrations.gateway.session import Session, TurnMark
 from lockstep.rollout.records import Message
@@ -109,24 +119,26 @@ class Transcript:
             raise wrong_type(f"{where}.role", role, expected="user, assistant or system")
 
     def _add_user(self, content: Any, where: str) -> None:
-        """Add a message for each tool result, and one for the texts between two of them."""
-        texts = [content] if isinstance(content, str) else []
-        for block, kind, at in [] if texts else _blocks(content, where, kinds=("text", "tool_result")):
-            if kind == "text":
-                texts.append(read_text(block, "text", at))
+        """Add a message for each tool result, and one for the texts and images between two of them."""
+        parts: list[str | StoredImage] = [content] if isinstance(content, str) else []
+        for block, kind, at in (
+            [] if parts else _blocks(content, where, kinds=("text", "tool_result"), with_images=True)
+        ):
+            if kind != "tool_result":
+                parts.append(_part(block, at))
                 continue
-            self._add_texts(texts)
-            texts, result = [], block.get("content")
-            text = "" if result is None else _text_of(result, f"{at}.content")
+            self._add_parts(parts)
+            parts, result = [], block.get("content")
+            output = "" if result is None else _content_of(result, f"{at}.content")
             call_id = read_text(block, "tool_use_id", at)
-            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-        self._add_texts(texts)
-        if not content and not texts:
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        self._add_parts(parts)
+        if not content and not parts:
             raise wrong_type(where, content, expected="a string, or a list with at least one content block")
 
-    def _add_texts(self, texts: Sequence[str]) -> None:
-        if texts:
-            self.messages.append({"role": "user", "content": "".join(texts)})
+    def _add_parts(self, parts: Sequence[str | StoredImage]) -> None:
+        if parts:
+            self.messages.append({"role": "user", "content": joined(parts)})
 
     def _add_turn(self, content: Any, where: str) -> None:
         turn, self.last_name = Turn(), None
@@ -168,16 +180,25 @@ def _text_of(value: Any, where: str) -> str:
     return "".join(read_text(block, "text", at) for block, _, at in _blocks(value, where, kinds=("text",)))
 
 
-def _blocks(value: Any, where: str, *, kinds: Sequence[str]) -> list[tuple[Block, str, str]]:
+def _content_of(value: Any, where: str) -> Content:
+    """Return the content of a string or of a list of blocks of text and images."""
+    if isinstance(value, str):
+        return value
+    return joined([_part(block, at) for block, _, at in _blocks(value, where, kinds=("text",), with_images=True)])
+
+
+def _part(block: Block, where: str) -> str | StoredImage:
+    return block if isinstance(block, StoredImage) else read_text(block, "text", where)
+
+
+def _blocks(value: Any, where: str, *, kinds: Sequence[str], with_images: bool = False) -> list[tuple[Block, str, str]]:
     """Return the content blocks with their types and places. Raises `ApiError` (400) for other types."""
     blocks = []
     for index, block in enumerate(checked(value, list, where, expected="a string or a list of content blocks")):
         at = f"{where}[{index}]"
-        kind = checked(block, dict, at, expected="a content block, an object with a type").get("type")
-        if kind not in kinds:
-            raise not_supported(
-                f"{at}.type", why=f"found {quoted(kind)}; this model reads {' and '.join(kinds)} blocks only here"
-            )
+        kind = part_type(block, at, expected="a content block, an object with a type")
+        if kind not in kinds and not (with_images and isinstance(block, StoredImage)):
+            raise unread_part(kind, f"{at}.type", kinds=kinds, noun="blocks")
         blocks.append((block, kind, at))
     return blocks
 

@@ -17,7 +17,16 @@ from typing import Any
 
 from lockstep.integrations.gateway.dialects.turn import Recorded, Turn, function_call
 from lockstep.integrations.gateway.errors import ApiError, checked, not_supported, quoted, wrong_type
-from lockstep.integrations.gateway.messages import MAX_MESSAGES, read_text, refuse_many
+from lockstep.integrations.gateway.messages import (
+    MAX_MESSAGES,
+    Content,
+    StoredImage,
+    joined,
+    part_type,
+    read_text,
+    refuse_many,
+    unread_part,
+)
 from lockstep.integrations.gateway.session import Answer, Session
 from lockstep.rollout.records import Message
 
@@ -67,11 +76,11 @@ class Transcript:
         role = item.get("role")
         if role not in _ROLES:
             raise wrong_type(f"{where}.role", role, expected=f"one of {', '.join(_ROLES)}")
-        text = _content(item.get("content"), f"{where}.content")
+        content = _content(item.get("content"), f"{where}.content", with_images=role == "user")
         if role == "assistant":
-            self._turn(_TEXT, _name_of(item, where)).texts.append(text)
+            self._turn(_TEXT, _name_of(item, where)).texts.append(str(content))
         else:
-            self._append({"role": role, "content": text})
+            self._append({"role": role, "content": content})
 
     def _add_reasoning(self, item: Item, where: str) -> None:
         encrypted_content = item.get("encrypted_content")
@@ -89,7 +98,8 @@ class Transcript:
         self._turn(_CALL, _name_of(item, where)).add_call(call, f"{where}.arguments")
 
     def _add_output(self, item: Item, where: str) -> None:
-        call_id, output = read_text(item, "call_id", where), _content(item.get("output"), f"{where}.output")
+        call_id = read_text(item, "call_id", where)
+        output = _content(item.get("output"), f"{where}.output", with_images=True)
         self._append({"role": "tool", "tool_call_id": call_id, "content": output})
 
     def _add_reference(self, item: Item, where: str) -> None:
@@ -150,9 +160,12 @@ def add_input(transcript: Transcript, value: Any) -> None:
     return None
 
 
-def _content(value: Any, where: str) -> str:
-    """Return the text of a message or of a tool result."""
-    return value if isinstance(value, str) else _texts(value, where, kinds=("input_text", "output_text"), needed=True)
+def _content(value: Any, where: str, *, with_images: bool) -> Content:
+    """Return the content of a message or of a tool result."""
+    if isinstance(value, str):
+        return value
+    parts = checked(value, list, where, expected="a string or a list of text parts")
+    return joined(_read_parts(parts, where, kinds=("input_text", "output_text"), with_images=with_images))
 
 
 def item_ids(message: Message, name: str) -> tuple[str, str, list[str]]:
@@ -161,20 +174,25 @@ def item_ids(message: Message, name: str) -> tuple[str, str, list[str]]:
     return f"rs_{name}", f"msg_{name}", calls
 
 
-def _texts(value: Any, where: str, *, kinds: Sequence[str], needed: bool = False) -> str:
-    if value is None and not needed:
-        return ""
-    parts = checked(value, list, where, expected="a string or a list of text parts" if needed else "a list of parts")
-    texts = []
+def _texts(value: Any, where: str, *, kinds: Sequence[str]) -> str:
+    parts = [] if value is None else checked(value, list, where, expected="a list of parts")
+    return "".join(map(str, _read_parts(parts, where, kinds=kinds)))
+
+
+def _read_parts(
+    parts: Sequence[Any], where: str, *, kinds: Sequence[str], with_images: bool = False
+) -> list[str | StoredImage]:
+    read: list[str | StoredImage] = []
     for index, part in enumerate(parts):
         at = f"{where}[{index}]"
-        checked(part, dict, at, expected=f'{{"type": "{kinds[0]}", "text": ...}}')
-        if part.get("type") not in kinds:
-            raise not_supported(
-                f"{at}.type", why=f"found {quoted(part.get('type'))}; this model reads {' and '.join(kinds)} parts only"
-            )
-        texts.append(read_text(part, "text", at))
-    return "".join(texts)
+        if with_images and isinstance(part, StoredImage):
+            read.append(part)
+            continue
+        kind = part_type(part, at, expected=f'{{"type": "{kinds[0]}", "text": ...}}')
+        if kind not in kinds:
+            raise unread_part(kind, f"{at}.type", kinds=kinds)
+        read.append(read_text(part, "text", at))
+    return read
 
 
 def _name_of(item: Item, where: str) -> str | None:

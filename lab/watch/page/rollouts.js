@@ -93,13 +93,13 @@ async function readOne() {
   if (!state.place) return box.replaceChildren(make("p", { className: "soft" }, "Choose a rollout of the list."));
   try {
     const one = await (await ask(`/api/rollout?${new URLSearchParams({ run, place: state.place })}`)).json();
-    if (key === opened) box.replaceChildren(...whole(one));
+    if (key === opened) box.replaceChildren(...whole(one, run));
   } catch (error) {
     box.replaceChildren(make("p", { className: "bad" }, error.message));
   }
 }
 
-function whole(one) {
+function whole(one, run) {
   const over = make("button", { type: "button" }, "This prompt over time");
   over.addEventListener("click", () => { change({ prompt: placeOf(one), all: "1", text: "", failed: "" }); refresh(); });
   const rewards = Object.entries(one.rewards).map(([name, value]) => `${name} ${number(value)}`).join(", ");
@@ -109,24 +109,35 @@ function whole(one) {
     make("h2", {}, `Reward ${number(one.reward)}, update ${one.update}, rollout ${one.id}`),
     make("p", { className: "soft" }, `${one.status}, ${one.tokens} tokens, ${one.turns} turn${one.turns === 1 ? "" : "s"}${rewards ? `; ${rewards}` : ""}`),
     one.error ? make("p", { className: "bad" }, one.error) : "", over,
-    examples.length ? details(`${examples.length} messages of worked examples`, false, ...examples.map(said)) : "",
-    ...others.map(said),
-    details("Tokens", true, make("p", { className: "soft" }, "Color: how unlikely a sampled token was for the engine. Gray: not sampled."), tokens(one)),
+    examples.length ? details(`${examples.length} messages of worked examples`, false, ...examples.map((message) => said(message, run))) : "",
+    ...others.map((message) => said(message, run)),
+    details("Tokens", true, make("p", { className: "soft" }, "Color: how unlikely a sampled token was for the engine. Gray: not sampled."), tokens(one, run)),
     details("Row of the data", false, make("pre", {}, one.example)),
   ];
 }
 
-function said(message) {
-  const text = make("div", { className: "text" }, message.text, ...message.calls.map((call) => make("span", { className: "call" }, `→ ${call}`)), ...message.errors.map((error) => make("span", { className: "bad" }, `✗ ${error}`)));
+// An image of the run, or a sentence in its place.
+function image({ digest, name }, run) {
+  const picture = make("img", { className: "picture", alt: name, title: name, loading: "lazy" });
+  picture.addEventListener("error", () => picture.replaceWith(make("span", { className: "soft" }, `${name} (no such file in the run's folder media)`)));
+  picture.src = `/api/image?${new URLSearchParams({ run, digest })}`;
+  return picture;
+}
+
+function said(message, run) {
+  const text = make("div", { className: "text" }, ...message.pieces.map((piece) => (piece.digest ? image(piece, run) : piece.text)), ...message.calls.map((call) => make("span", { className: "call" }, `→ ${call}`)), ...message.errors.map((error) => make("span", { className: "bad" }, `✗ ${error}`)));
   return make("div", { className: `message ${["system", "user", "assistant", "tool"].includes(message.role) ? message.role : ""}` }, make("div", { className: "role" }, message.role), text);
 }
 
 const visible = (text) => text.replace(/\n/g, "⏎\n").replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
-function tokens(one) {
+function tokens(one, run) {
   const box = make("div", { className: "tokens" });
   for (const [turn, call] of one.calls.entries()) {
-    for (const [id, text] of call.prompt) box.append(make("span", { className: "masked", title: `id ${id}` }, visible(text)));
+    for (const token of call.prompt) {
+      if (token.digest) box.append(make("span", { className: "masked image" }, image(token, run), ` ${token.tokens} tokens`));
+      else box.append(make("span", { className: "masked", title: `id ${token[0]}` }, visible(token[1])));
+    }
     box.append(make("span", { className: "turn" }, `turn ${turn}`));
     for (const [id, text, logprob] of call.sampled) {
       const token = make("span", { className: "sampled", title: `id ${id}, logprob ${logprob.toFixed(3)}, probability ${(100 * Math.exp(logprob)).toFixed(1)} %` }, visible(text));

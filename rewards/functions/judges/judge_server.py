@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import aiohttp
@@ -29,8 +31,10 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from lockstep.rewards.functions.judges.answer_cache import AnswerCache
 from lockstep.rewards.meter import add, average
 from lockstep.rollout.errors import ConfigError, RewardError
-from lockstep.rollout.records import Message, Rollout
+from lockstep.rollout.records import Message, Rollout, content_text
 from lockstep.rollout.replies import limited_session, read_body, read_json
+
+log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 2**20
 """Longest reply of a server, a hundred times that of 2000 tokens."""
@@ -68,11 +72,14 @@ class JudgeServer:
     max_tokens: int = 512
     attempts: int = 4
     attempt_timeout_s: float = 20.0
+    sees_images: bool = False
+    """Send the images of the prompt; False: the judge reads `[image]` in their places."""
     cache: int | None = None
     """Number of replies to keep; 0: ask each time; null: 4096 at temperature 0, else 0."""
     _cache: AnswerCache = field(init=False, repr=False, compare=False)
     _secret: bytes = field(init=False, repr=False, compare=False, default_factory=lambda: secrets.token_bytes(16))
     """Key of the markers: equal texts get equal markers, and the trained model cannot foresee them."""
+    _warned: list[str] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
         """Raises `ConfigError` for values of a wrong type or out of range."""
@@ -85,6 +92,8 @@ class JudgeServer:
             self.refuse("attempt_timeout_s", "a number above 0", "attempt_timeout_s=20")
         if self.temperature < 0:
             self.refuse("temperature", "a number of at least 0", "temperature=0")
+        if not isinstance(self.sees_images, bool):
+            self.refuse("sees_images", "true or false", "sees_images=true")
         if self.cache is not None and (type(self.cache) is not int or self.cache < 0):
             self.refuse("cache", "a number of replies", "cache=0")
         default = KEPT_AT_TEMPERATURE_0 if self.temperature == 0 else 0
@@ -112,23 +121,32 @@ class JudgeServer:
             f"reward.settings.{self.NAME}.{override}"
         )
 
-    async def ask(self, task: str, reply: str, texts: Mapping[str, str], read: Callable[[str], T]) -> T:
+    async def ask(
+        self,
+        task: str,
+        reply: str,
+        texts: Mapping[str, str],
+        read: Callable[[str], T],
+        images: Sequence[Mapping[str, Any]] = (),
+    ) -> T:
         """Ask about texts, and return what `read` finds in the reply.
 
         task, reply: instructions before the texts: what to judge, and the form of the reply.
         texts: by their names for the judge, as `texts_of` returns them.
         read: raises `RewardError` for a reply in another form, which is then not kept.
+        images: parts to send, as `images_of` returns them.
 
         Measures `hit_fraction`, `calls`, `seconds`, `prompt_tokens` and `completion_tokens`.
 
         Raises:
             ConfigError: the variable of the key is not set.
             RewardError: no answer after all attempts, a refusal, or a reply in another form.
+            DataError: an image cannot be read.
         """
         headers = self._headers()
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": f"{task}\n{self._marked(reply, texts)}"}],
+            "messages": [{"role": "user", "content": _with_images(f"{task}\n{self._marked(reply, texts)}", images)}],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
@@ -159,15 +177,34 @@ class JudgeServer:
         Raises `ConfigError` if the data row has no reference.
         """
         count, example = rollout.num_example_messages, rollout.example
-        texts = {"Earlier turns": _transcript(rollout.messages[:count])} if count else {}
+        names = {part["digest"]: f"[image {number}]" for number, part in enumerate(self.images_of(rollout), 1)}
+        texts = {"Earlier turns": _transcript(rollout.messages[:count], names)} if count else {}
         user_turns = (turn for turn in rollout.prompt[count:] if turn["role"] == "user")
-        texts["Question"] = "\n".join(str(turn.get("content") or "") for turn in user_turns)
+        texts["Question"] = "\n".join(_text(turn, names) for turn in user_turns)
         if self.column is not None:
             if example.get(self.column) is None:
                 columns = ", ".join(example)
                 raise ConfigError(f"{self.NAME}: the data row has no column {self.column!r}; it has {columns}")
             texts["Reference"] = str(example[self.column])
         return {**texts, **answers}
+
+    def images_of(self, rollout: Rollout) -> list[Mapping[str, Any]]:
+        """Return the images of the prompt, each once, for a judge that sees images; none for another, which is warned
+        of once."""
+        if all(isinstance(turn.get("content"), str | None) for turn in rollout.prompt):
+            return []
+        from lockstep.rollout.media.run_images import run_images  # prompts of text do not load it
+
+        images = run_images(rollout.prompt)
+        if images and not self.sees_images and not self._warned:
+            self._warned.append(self.NAME)
+            log.warning(
+                "%s: the prompts hold images, and the judge reads [image] in their places; set "
+                "reward.settings.%s.sees_images=true for a judge that sees images",
+                self.NAME,
+                self.NAME,
+            )
+        return images if self.sees_images else []
 
     def _marked(self, reply: str, texts: Mapping[str, str]) -> str:
         digest = hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()
@@ -225,12 +262,30 @@ def answer_texts(rollout: Rollout, name: str = "Answer") -> dict[str, str]:
     return {**({f"Turns before {name}": _transcript(between)} if is_talk else {}), name: rollout.answer}
 
 
-def _transcript(messages: Iterable[Message]) -> str:
-    """Return messages as text for the judge, without system turns."""
+def _text(message: Message, names: Mapping[str, str]) -> str:
+    """Return the text of a message with the names of its images, by digest; `[image]` for one without a name."""
+    return content_text(message, lambda part: names.get(str(part.get("digest")), f"[{part.get('type')}]"))
+
+
+def _with_images(text: str, images: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return the content of a request, with each image after its name in the text. Raises `DataError`."""
+    if not images:
+        return text
+    from lockstep.rollout.media.run_images import image_url
+
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    for number, image in enumerate(images, 1):
+        parts.append({"type": "text", "text": f"[image {number}]:"})
+        parts.append({"type": "image_url", "image_url": {"url": image_url(image)}})
+    return parts
+
+
+def _transcript(messages: Iterable[Message], names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return messages as text for the judge, without system turns. names: of images, by digest."""
     lines = []
     for turn in messages:
         functions = (call["function"] for call in turn.get("tool_calls") or ())
-        words = [turn.get("content") or "", *(f"{one['name']}({one['arguments']})" for one in functions)]
+        words = [_text(turn, names), *(f"{one['name']}({one['arguments']})" for one in functions)]
         if turn["role"] not in ("system", "developer"):
             lines.append(f"{turn['role'].capitalize()}: {' '.join(map(str, words)).strip()}")
     return "\n".join(lines)

@@ -102,6 +102,7 @@ class PairwiseJudge(JudgeServer):
                 "End your reply with one line: Verdict: A, Verdict: B, or Verdict: tie",
                 texts,
                 self._read,
+                self.images_of(first),
             )
         if points != 0.5:
             average("first_fraction", points)

@@ -54,7 +54,7 @@ class ScoringJudge(JudgeServer):
     async def ask_about(self, rollout: Rollout, task: str, reply: str, read: Callable[[str], T]) -> T:
         """Ask about the final answer of a rollout. Raises as `ask` and `texts_of`."""
         texts = self.texts_of(rollout, answer_texts(rollout))
-        return await self.ask(task, reply, texts, read)
+        return await self.ask(task, reply, texts, read, self.images_of(rollout))
 
 
 @dataclass(frozen=True, kw_only=True)

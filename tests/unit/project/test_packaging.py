@@ -70,6 +70,7 @@ def test_the_demo_is_an_experiment_that_make_names(target: str) -> None:
     for words, model, experiment in (
         ((), "make_demo_model.py --task calculator", "scripts/train.py experiment=demo \n"),
         (("TASK=chain",), "make_demo_model.py --task chain", "scripts/train.py experiment=chain \n"),
+        (("TASK=squares",), "make_demo_model.py --task squares", "scripts/train.py experiment=squares \n"),
         (("TASK=gsm8k_lora",), "", "scripts/train.py experiment=gsm8k_lora \n"),
         (("ARGS=experiment=real updates=2",), "", "scripts/train.py  experiment=real updates=2\n"),
     ):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from lockstep.rewards.outcomes import Outcome
 from lockstep.rewards.trl import from_trl
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import RolloutStatus
+from tests.fixtures.vision import images_in, picture
 from tests.unit.rewards.test_composition import LENIENT, rollout, score
 
 
@@ -58,6 +61,34 @@ def test_a_malformed_answer_of_a_batch_function_is_typed(value, outcome):
     assert scored[1].status is RolloutStatus.FAILED
     assert f"{outcome}" in (scored[1].error or "")
     assert rewards.take_metrics()[f"reward/errors/{outcome}"] >= 1
+
+
+def test_a_trl_function_reads_images_with_their_pixels_in_messages_and_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_images = images_in(tmp_path, monkeypatch)
+    seen = {}
+    first, second = ({"type": "image", "digest": run_images.add(picture(number))} for number in (1, 2))
+    text = {"type": "text", "text": "see"}
+    given = rollout("7")
+    messages = (
+        {"role": "user", "content": [first, text]},
+        {"role": "assistant", "content": "7"},
+        {"role": "tool", "content": [text, second]},
+    )
+    example = {"prompt": "see", "images": [first], "image": first, "answer": "7"}
+    given = replace(given, messages=messages, call_messages=(1,), example=example)
+    reward = from_trl(lambda **columns: seen.update(columns) or [1.0])
+    assert score(RewardSet([Reward(name="trl", function=reward)]), [given])[0].reward == 1.0
+    [[prompt]], [[answer, tool]] = seen["prompts"], seen["completions"]
+    assert answer == {"role": "assistant", "content": "7"}
+    assert (prompt["content"][1], tool["content"][0]) == (text, text)
+    of_prompt, of_tool = prompt["content"][0], tool["content"][1]
+    assert (of_prompt["type"], of_prompt["image"]) == ("image", picture(1))
+    assert (of_tool["type"], of_tool["image"]) == ("image", picture(2))
+    assert seen["images"] == [[picture(1)]]
+    assert seen["image"] == [picture(1)]
+    assert given.messages == messages
 
 
 def test_async_trl_functions_and_texts():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from lockstep.rollout.environments.subagents import SubAgents
 from lockstep.rollout.environments.tools import ToolEnvironment
 from lockstep.rollout.environments.user import SimulatedUser
 from lockstep.rollout.errors import DataError, EvidenceError
-from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.records import ImageSpan, Rollout, RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.saved_rollouts import from_json, read_rollouts, to_json, write_rollouts
 from tests.fixtures.gateway import ScriptedEngine, says
@@ -150,7 +150,7 @@ async def test_an_aborted_call_is_in_no_message() -> None:
     from lockstep.rollout.records import EngineCall, FinishReason
 
     class Aborting(Policy):
-        async def generate(self, prompt_ids: Any, sampling: Any) -> EngineCall:
+        async def generate(self, prompt_ids: Any, sampling: Any, images: Sequence[ImageSpan] = ()) -> EngineCall:
             call = await super().generate(prompt_ids, sampling)
             return replace(call, finish_reason=FinishReason.ABORT)
 

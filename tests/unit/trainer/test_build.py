@@ -33,8 +33,9 @@ def test_settings_of_the_algorithm_shape_rewards() -> None:
 def test_a_gateway_serves_the_model_and_adapters_under_different_names() -> None:
     config = Config()
     config.model.path, config.model.adapters = "models/calculator", {"last": "runs/a"}
+    config.model.images.max_per_prompt = 3
     settings = make_gateway_settings(config.gateway, config.model)
-    assert (settings.model_name, settings.adapters) == ("calculator", ("last",))
+    assert (settings.model_name, settings.adapters, settings.max_images) == ("calculator", ("last",), 3)
     config.gateway.model_name = "last"
     with pytest.raises(ConfigError, match="last is the name of the model without adapters"):
         make_gateway_settings(config.gateway, config.model)

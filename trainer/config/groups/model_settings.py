@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.trainer.config.conditions import CRITIC, LORA, REFERENCE, SERVED_ADAPTERS
+from lockstep.trainer.config.conditions import CRITIC, IMAGES, LORA, REFERENCE, SERVED_ADAPTERS
 from lockstep.trainer.setting import setting
 
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
@@ -29,6 +29,17 @@ class LoraConfig:
         choices=("auto", "adapter", "merged"),
         when=LORA,
     )
+
+
+@dataclass
+class ImagesConfig:
+    max_per_prompt: int = setting(
+        0,
+        "most images of a conversation, those of tools included; the vision tower is loaded in trainer and engine, and "
+        "data and tools may bring images (docs/images.md); 0: text alone",
+        low=0,
+    )
+    train_tower: bool = setting(False, "train the vision tower and its projector, too; false: frozen", when=IMAGES)
 
 
 @dataclass
@@ -82,6 +93,7 @@ class ModelConfig:
     )
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
     lora: LoraConfig = field(default_factory=LoraConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     adapters: dict[str, str] = setting(
         {},
         "lockstep evaluate, serve and serve-engine: adapters by name, directories that peft wrote, beside the "
@@ -99,3 +111,8 @@ class ModelConfig:
     def is_checkpointed(self) -> bool:
         """gradient_checkpointing with null resolved, as long as no memory plan has chosen it."""
         return bool(self.gradient_checkpointing)
+
+    @property
+    def sees_images(self) -> bool:
+        """True if prompts may have images."""
+        return self.images.max_per_prompt > 0

@@ -9,8 +9,8 @@ If rows share prefixes (trainer/batch/prefixes.py), a row's call has the queries
 preceded by those of its prefix, which other rows have computed.
 
 Covered: grouped-query heads, sliding windows, softcapped scores (Gemma 2), attention sinks (gpt-oss), chunks and scaled
-queries (Llama 4).
-Not covered: non-causal attention, position biases, attention dropout (the policy has none).
+queries (Llama 4), images whose tokens see all of their image (Gemma 3).
+Not covered: other non-causal attention, position biases, attention dropout (the policy has none).
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def packed_rows_attention(
     Args:
         query: (1, heads, L, head_dim); key and value: (1, kv_heads, L, head_dim).
         attention_mask: `no_mask()` for packs; bool or None for plain batches.
-        packed: the pack, of which only `row_lengths` and `prefixes` are read. The whole object is passed because a
-            compiled layer would be recompiled for each tuple of lengths. None: a plain batch, which goes to
-            transformers' own SDPA if that supports it.
+        packed: the pack, of which only `row_lengths`, `prefixes` and the blocks of its images are read. The whole
+            object is passed because a compiled layer would be recompiled for each tuple of lengths. None: a plain
+            batch, which goes to transformers' own SDPA if that supports it.
         chunk_size: a token sees the tokens of its own chunk of this many positions up to itself; the mask of a plain
             batch already says so.
         query_scale: factor of each query by its position in its row.
@@ -141,7 +141,8 @@ def packed_rows_attention(
     assert query.shape[:3:2] == (1, packed.num_tokens), "row lengths must add up to the pack"
     assert dropout == 0.0, "the policy has no dropout"
     query, key, value = autocast.cast(query, key, value)  # norms and rotations widen them, and kernels take half
-    if not written_out and varlen_attention.can_compute(query, value):
+    blocks = () if packed.images is None else packed.images.blocks
+    if not (written_out or blocks) and varlen_attention.can_compute(query, value):
         return (
             varlen_attention.varlen_attention(
                 query, key, value, packed, scaling=scaling, sliding_window=sliding_window
@@ -152,15 +153,19 @@ def packed_rows_attention(
     gqa = query.shape[1] != key.shape[1]
     queries, keys, values = (states.split(lengths, 2) for states in (query, key, value))
     outputs = []
+    end = 0
     for row, prefix in enumerate(packed.prefixes or ((),) * packed.num_rows):
         q, k, v = queries[row], _behind(prefix, keys, row), _behind(prefix, values, row)
         own = q.shape[2]
+        start, end = end, end + own
+        own_blocks = [(first - start, last - start) for first, last in blocks if start <= first < end]
         is_windowed = sliding_window is not None and sliding_window < k.shape[2]
-        recomputes_prefix = own > LONG_STRETCH * (k.shape[2] - own) and not (is_windowed or written_out)
+        needs_mask = is_windowed or written_out or len(own_blocks) > 0
+        recomputes_prefix = own > LONG_STRETCH * (k.shape[2] - own) and not needs_mask
         if recomputes_prefix:
             q = _behind(prefix, queries, row)
-        is_masked = is_windowed or written_out or (len(prefix) > 0 and not recomputes_prefix)
-        keep = _band(q.shape[2], k.shape[2], sliding_window, q.device) if is_masked else None
+        is_masked = needs_mask or (len(prefix) > 0 and not recomputes_prefix)
+        keep = _band(q.shape[2], k.shape[2], sliding_window, q.device, own_blocks) if is_masked else None
         if written_out and keep is not None:
             outputs.append(_explicit(q, k, v, keep, scores))
         else:
@@ -181,11 +186,16 @@ def _behind(prefix: Prefix, stretches: Sequence[torch.Tensor], row: int) -> torc
     return torch.cat([*(stretches[earlier][:, :, :length] for earlier, length in prefix), stretches[row]], 2)
 
 
-def _band(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _band(
+    queries: int, keys: int, window: int | None, device: torch.device, blocks: Sequence[tuple[int, int]] = ()
+) -> torch.Tensor:
     """Return a (queries, keys) bool mask, True where a query sees a key: causal, and within the window if given. The
-    queries belong to the last keys."""
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return mask if window is None else mask.triu(keys - queries + 1 - window)
+    queries belong to the last keys. blocks: [first, end) of queries that see each other."""
+    before = keys - queries
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    for first, end in blocks:
+        mask[first:end, before + first : before + end] = True
+    return mask if window is None else mask.triu(before + 1 - window)
 
 
 def _explicit(

@@ -35,9 +35,9 @@ async def test_a_long_rollout_costs_work_in_proportion_to_its_turns(monkeypatch,
     for name in counted:
         function = getattr(module, name)
 
-        def counting(*arguments: Any, name: str = name, function: Any = function) -> Any:
+        def counting(*arguments: Any, name: str = name, function: Any = function, **options: Any) -> Any:
             counted[name] += 1
-            return function(*arguments)
+            return function(*arguments, **options)
 
         monkeypatch.setattr(module, name, counting)
     async with running(QWEN, "hello<|im_end|>", max_model_len=100_000) as server:

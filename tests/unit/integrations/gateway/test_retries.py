@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -13,6 +13,7 @@ import openai
 
 from lockstep.integrations.gateway.server import Gateway
 from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.records import ImageSpan
 from tests.fixtures.gateway import Running, running
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -31,7 +32,7 @@ class Gate:
         self.seeds: list[int | None] = []
         server.engine.generate = self.generate  # type: ignore[method-assign]
 
-    async def generate(self, prompt_ids: Any, sampling: Sampling) -> Any:
+    async def generate(self, prompt_ids: Any, sampling: Sampling, images: Sequence[ImageSpan] = ()) -> Any:
         self.num_waiting += 1
         self.seeds.append(sampling.seed)
         try:

@@ -54,7 +54,7 @@ def says(prompt: str) -> str:
 
 
 @contextmanager
-def scripted(config: Config) -> Iterator[Any]:
+def scripted(config: Config, images: object) -> Iterator[Any]:
     with BackgroundLoop() as loop:
         pool = Pool(says)
         pool.loop = loop

@@ -13,10 +13,13 @@ import pytest
 
 from lockstep.lab.diagnosis.diagnosis import Diagnosis
 from lockstep.lab.pages.token_view import color_scale, script_json, token_view, write_token_view
+from lockstep.rollout.records import ImageSpan
 from lockstep.trainer.observe.token_texts import TokenTexts
 from tests.fixtures.browser import dom, needs_chromium
 from tests.fixtures.made_up_model import TOKENIZER, FakeTrainer, examine, scored_tokens, two_turns
+from tests.fixtures.vision import images_in, picture
 
+ABSENT = "its file is not in the run's folder media"
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&amp;"
 
 
@@ -134,3 +137,33 @@ class TestInABrowser:
 def test_an_empty_diagnosis_makes_a_page():
     page = token_view(examine([], FakeTrainer()))
     assert data_of(page)["rollouts"] == []
+
+
+def test_the_tokens_of_an_image_are_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    digests = [images_in(tmp_path / "media", monkeypatch).add(picture(1)), "a" * 64]
+    rollout = two_turns(0)
+    spans = tuple(ImageSpan(start=2 * i, end=2 * i + 2, digest=digest) for i, digest in enumerate(digests))
+    with_images = replace(rollout, calls=tuple(replace(call, images=spans) for call in rollout.calls))
+    page = token_view(examine([with_images], FakeTrainer(noise=0.3)))
+    data = data_of(page)
+    [row] = data["rollouts"][0]["rows"]
+    assert row["images"] == [[0, 2, digests[0]], [2, 4, digests[1]]]
+    assert row["texts"][:4] == ["[image]", "", "[image]", ""]
+    assert len(row["texts"]) == len(row["ids"])
+    assert data["images"][digests[0]]["url"].startswith("data:image/jpeg;base64,")
+    assert data["images"][digests[1]] == {"name": "image aaaaaa…", "url": "", "problem": ABSENT}
+    assert f"1 cannot be read ({ABSENT.replace(chr(39), '&#39;')})" in page
+
+
+@needs_chromium
+def test_a_browser_draws_an_image_in_place_of_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    digest = images_in(tmp_path / "media", monkeypatch).add(picture(1))
+    rollout = two_turns(0)
+    span = ImageSpan(start=1, end=5, digest=digest)
+    with_images = replace(rollout, calls=tuple(replace(call, images=(span,)) for call in rollout.calls))
+    # A link to a token inside of the image opens the page all the same.
+    shown = dom(token_view(examine([with_images], FakeTrainer(noise=0.3))), tmp_path, fragment="#0.0.3")
+    assert f'alt="image 84x112 {digest[:6]}…"' in shown
+    assert f"image 84x112 {digest[:6]}… · 4 tokens" in shown
+    positions = re.findall(r'data-row="0" data-at="([0-9]+)"', shown)
+    assert positions[:3] == ["0", "1", "5"]

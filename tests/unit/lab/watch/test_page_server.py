@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from PIL import Image
 
 from lockstep.lab.watch.page_server import FILES, FOLDER, PageServer
+from lockstep.rollout.media.store import ImageStore
 from tests.fixtures.paths import ROOT
 from tests.unit.lab.pages.test_run_report import line, rollout, write_run
 
@@ -214,3 +216,33 @@ def test_the_command_prints_its_address_and_ends_at_a_signal(tmp_path: Path, num
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+class TestImages:
+    async def test_the_file_of_an_image_is_served(self, client: TestClient, tmp_path: Path):
+        digest = ImageStore(tmp_path / "runs/one/media").add(Image.new("RGB", (4, 4)))
+        run = (await runs(client))["one"]
+        answer = await client.get("/api/image", params={"run": run, "digest": digest})
+        assert (answer.status, answer.content_type) == (200, "image/png")
+        assert await answer.read() == (tmp_path / f"runs/one/media/{digest}.png").read_bytes()
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+    @pytest.mark.parametrize(
+        "digest", ["", "a", "../config", f"../media/{'a' * 64}", "A" * 64, "a" * 65, "a" * 63 + "/"]
+    )
+    async def test_other_names_are_refused(self, client: TestClient, tmp_path: Path, digest: str):
+        (tmp_path / "runs/one/media").mkdir()
+        for name in ("a", "A" * 64, "a" * 65, "a" * 64):
+            Image.new("RGB", (4, 4)).save(tmp_path / f"runs/one/media/{name}.png")
+        answer = await client.get("/api/image", params={"run": (await runs(client))["one"], "digest": digest})
+        assert answer.status == 400
+
+    async def test_links_other_files_and_missing_ones_are_refused(self, client: TestClient, tmp_path: Path):
+        folder = tmp_path / "runs/one/media"
+        folder.mkdir()
+        Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")
+        (folder / f"{'a' * 64}.png").symlink_to(tmp_path / "secret.png")
+        (folder / f"{'b' * 64}.png").write_text("<script>")
+        for digit in "abc":
+            params = {"run": (await runs(client))["one"], "digest": digit * 64}
+            assert (await client.get("/api/image", params=params)).status == 400

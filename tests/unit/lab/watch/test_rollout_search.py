@@ -15,7 +15,7 @@ from lockstep.lab.watch import rollout_search
 from lockstep.lab.watch.rollout_search import Query, RolloutSearch
 from lockstep.lab.watch.run_table import WatchedRun
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.records import Rollout, RolloutStatus
+from lockstep.rollout.records import ImageSpan, Prompt, Rollout, RolloutStatus
 from lockstep.rollout.saved_rollouts import write_rollouts
 from tests.unit.lab.pages.test_run_report import line, rollout, write_run
 
@@ -151,3 +151,23 @@ def test_tokens_have_the_texts_of_the_tokenizer_that_the_run_saved(run: WatchedR
     assert one["calls"][0]["sampled"] == [(2, "says", -0.5), (3, "[3]", -0.1)]
     (run.path / "model/tokenizer.json").write_text("{}")
     assert RolloutSearch().rollout(run, FILE, 0)["calls"][0]["prompt"] == [(1, "[1]")]
+
+
+def with_image(one: Rollout, digest: str) -> Rollout:
+    image = {"type": "image", "digest": digest}
+    prompt = {"role": "user", "content": [{"type": "text", "text": "see"}, image]}
+    spans = (ImageSpan(start=1, end=4, digest=digest),)
+    first = replace(one.calls[0], prompt=Prompt(own_ids=(1, 7, 7, 7, 2)), images=spans)
+    second = replace(one.calls[1], prompt=Prompt(own_ids=(3, 4), base=first, num_shared=6), images=spans)
+    return replace(one, messages=(prompt, *one.messages[1:]), calls=(first, second))
+
+
+def test_an_image_is_one_piece_of_its_message_and_one_token(tmp_path: Path):
+    path = write_run(tmp_path / "run", [line(1), line(2)], [with_image(rollout(0, 1.0), "a" * 64)])
+    one = RolloutSearch().rollout(WatchedRun(path, Path("run")), FILE, 0)
+    image = {"digest": "a" * 64, "name": "[image aaaaaa…]"}
+    assert one["messages"][0]["pieces"] == [{"text": "see"}, image]
+    assert one["messages"][2]["pieces"] == [{"text": "The answer is 3"}]
+    assert one["question"] == "see [image aaaaaa…]"
+    assert one["calls"][0]["prompt"] == [(1, "[1]"), {**image, "tokens": 3}, (2, "[2]")]
+    assert one["calls"][1]["prompt"] == [(3, "[3]"), (4, "[4]")]

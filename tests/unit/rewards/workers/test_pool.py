@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lockstep.rewards.workers import pool as isolation
 from lockstep.rewards.workers.pool import Isolation
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from tests.fixtures.vision import images_in, picture
 
 HOSTILE = """
 import os, pathlib, signal, subprocess, sys, time
@@ -375,3 +377,22 @@ def test_a_regex_with_exponential_time_is_killed():
 def test_invalid_isolation_settings_are_refused(settings):
     with pytest.raises(ConfigError, match="reward"):
         Isolation(**settings)
+
+
+def test_a_function_in_a_worker_opens_the_images_of_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    digest = images_in(tmp_path / "media", monkeypatch).add(picture(1))
+    (tmp_path / "seen.py").write_text(
+        "import os\n"
+        "from lockstep.rollout.media.run_images import open_image, run_images\n"
+        "def width(rollout):\n"
+        f"    assert os.getpid() != {os.getpid()}\n"
+        "    return float(open_image(run_images(rollout.prompt)[0]).width)\n"
+    )
+    given = rollout()
+    prompt = {"role": "user", "content": [{"type": "image", "digest": digest}]}
+    given = replace(given, messages=(prompt, *given.messages[1:]))
+    rewards = make_reward_set([f"{tmp_path}/seen.py:width"], isolation=Isolation(workers=1, memory_gib=2.0))
+    try:
+        assert score(rewards, given)[0].reward == picture(1).width
+    finally:
+        rewards.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, Ernie4_5Config, Mistral3Config, PreTrainedConfig
+from transformers import AutoConfig, Ernie4_5Config, Gemma3Config, Mistral3Config, PreTrainedConfig
 
 from lockstep.rollout.engine.arguments import engine_arguments
 from lockstep.rollout.engine.engine_settings import EngineSettings
@@ -87,3 +87,19 @@ def test_latent_attention_has_one_backend_on_every_cpu(tmp_path: Path) -> None:
     FAMILIES["qwen3"]().save_pretrained(tmp_path / "other")
     assert arguments(tmp_path / "latent")["attention_backend"] == "CPU_MLA"
     assert "attention_backend" not in arguments(tmp_path / "latent", is_cpu=False) | arguments(tmp_path / "other")
+
+
+def test_images_of_gemma_3_attend_to_all_of_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.rollout.engine.arguments.find_spec", lambda name: object())
+
+    def found(*, window: int = 512, max_images: int = 1, is_cpu: bool = True) -> dict[str, Any]:
+        Gemma3Config(text_config=SIZES | {"sliding_window": window}).save_pretrained(tmp_path)
+        settings = EngineSettings(model=tmp_path, max_model_len=256, max_images=max_images)
+        return engine_arguments(settings, is_cpu=is_cpu)
+
+    assert found()["enable_prefix_caching"] is False, "the repair of attention on a CPU needs whole prompts"
+    assert "enable_prefix_caching" not in found(max_images=0)
+    assert "enable_prefix_caching" not in found(is_cpu=False)
+    assert "limit_mm_per_prompt" in found(window=100, max_images=0)
+    with pytest.raises(ConfigError, match=r"images of 256 tokens and a window of 100: .*do not attend to all of it"):
+        found(window=100)

@@ -14,6 +14,7 @@ import torch
 from lockstep.rollout.engine.pool import SKEW_FACTOR, SKEW_REQUESTS, EnginePool
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import ConfigError, EngineError
+from lockstep.rollout.records import ImageSpan
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -29,7 +30,7 @@ class Member:
         self.may_answer = asyncio.Event()
         self.failure: Exception | None = None
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Any:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()) -> Any:
         self.seen.append(sampling.affinity)
         await self.may_answer.wait()
         if self.failure is not None:

@@ -14,7 +14,7 @@ from lockstep.rollout.environments.subagents import SubAgents
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.episode.token_metrics import count_tokens
 from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError
-from lockstep.rollout.records import EngineCall, FinishReason, RolloutStatus
+from lockstep.rollout.records import EngineCall, FinishReason, ImageSpan, RolloutStatus
 from lockstep.rollout.sampler.sampler import Sampler
 from tests.fixtures.gateway import ScriptedEngine
 from tests.fixtures.policies import CHAT, TOKENIZER, Policy, last_turn, play, sampling, tool_call
@@ -135,7 +135,9 @@ def test_limits_below_one_are_refused():
 
 async def test_an_aborted_call_of_a_hosted_conversation_fails_the_rollout():
     class Aborting(Policy):
-        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+        async def generate(
+            self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+        ) -> EngineCall:
             engine = ScriptedEngine(lambda *_: (5,), finish=FinishReason.ABORT)
             if "given one task" in str(TOKENIZER.decode(list(prompt_ids))):
                 return await engine.generate(prompt_ids, sampling)

@@ -425,3 +425,28 @@ def test_every_call_is_answered(name, arguments):
         (result,) = asyncio.run(toolbox.answer(message((name, form))))
         assert isinstance(result.content, str)
         result.content.encode("utf-8")
+
+
+async def test_an_image_is_a_part_of_the_result_alone_or_among_texts():
+    from PIL import Image
+
+    image = Image.new("RGB", (3, 2), "red")
+
+    def look(kind: str) -> Any:
+        """Look.
+
+        Args:
+            kind: what to return
+        """
+        return {"image": image, "both": ["left \ud800", image, 7], "text": [1, 2]}[kind]
+
+    async def content(kind: str) -> Any:
+        call = {"id": "1", "function": {"name": "look", "arguments": {"kind": kind}}}
+        (result,) = await Toolbox([look], max_result_chars=8).answer({"role": "assistant", "tool_calls": [call]})
+        assert result.fault is None
+        return result.message["content"]
+
+    part = {"type": "image", "image": image}
+    assert await content("image") == [part]
+    assert await content("both") == [{"type": "text", "text": "left ?"}, part, {"type": "text", "text": "7"}]
+    assert await content("text") == "[1, 2]"

@@ -11,7 +11,7 @@ from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments.single_turn import SingleTurn
 from lockstep.rollout.errors import EngineError, EvidenceError, RequestError
-from lockstep.rollout.records import EngineCall, Rollout, RolloutStatus
+from lockstep.rollout.records import EngineCall, ImageSpan, Rollout, RolloutStatus
 from lockstep.rollout.sampler.sampler import REISSUES, Sampler
 from tests.fixtures.gateway import ScriptedEngine
 from tests.fixtures.tokenizers import chat_tokenizer
@@ -28,7 +28,9 @@ class FaultyEngine(ScriptedEngine):
         self.left = Counter(failures)
         self.fault = error
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         assert sampling.seed is not None
         if self.left[sampling.seed] > 0:
             self.left[sampling.seed] -= 1

@@ -14,7 +14,7 @@ import torch
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.engine.token_scores import TokenScores, token_scores
 from lockstep.rollout.errors import EngineError, EvidenceError, RequestError
-from lockstep.rollout.records import EngineCall, FinishReason, SamplingSupport, VersionSpan
+from lockstep.rollout.records import EngineCall, FinishReason, ImageSpan, SamplingSupport, VersionSpan
 from lockstep.rollout.saved_rollouts import call_to_json
 from lockstep.rollout.server import remote_rank_engine
 from lockstep.rollout.server.remote_rank_engine import EngineService, RemoteRankEngine
@@ -40,13 +40,15 @@ class FakeEngine:
         self.asked: list[tuple[Sequence[int], Sampling]] = []
         self.failure: Exception | None = None
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         self.asked.append((prompt_ids, sampling))
         if self.failure is not None:
             raise self.failure
         return CALL
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         return [-float(token) for token in ids[1:]], list(ids[1:])
 
     async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
@@ -93,6 +95,14 @@ def test_a_call_and_its_answer_arrive_unchanged(loop: BackgroundLoop, own: FakeE
     assert (scores.ids.tolist(), scores.logprobs.tolist(), scores.version) == ([1, 2, 3], [-2.0, -3.0], 4)
     assert (scores.top_ids.tolist(), scores.top_logprobs.tolist()) == ([[2], [3]], [[-2.0], [-3.0]])
     assert (peer.dtype, peer.vocab_size, peer.max_model_len) == (torch.bfloat16, 512, 64)
+
+
+def test_images_are_refused_and_not_dropped(loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine) -> None:
+    images = [ImageSpan(start=0, end=1, digest="0" * 64)]
+    for call in (peer.generate((1, 2), SAMPLING, images), peer.score([1, 2], images)):
+        with pytest.raises(EngineError, match="the engine of rank 1 does not take images"):
+            loop.run(call)
+    assert own.asked == []
 
 
 @pytest.mark.parametrize("kind", [EngineError, RequestError, EvidenceError])
@@ -153,7 +163,7 @@ def test_evidence_in_another_form_is_refused(
 def test_scores_in_another_form_are_refused(
     loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine, monkeypatch: pytest.MonkeyPatch, scores: Any
 ) -> None:
-    async def score_ranked(ids: Sequence[int]) -> Any:
+    async def score_ranked(ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> Any:
         return scores
 
     monkeypatch.setattr(own, "score_ranked", score_ranked)

@@ -19,7 +19,7 @@ from aiohttp import web
 from lockstep.rollout.engine.engine_answers import Answer
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
-from lockstep.rollout.records import FinishReason, VersionSpan
+from lockstep.rollout.records import FinishReason, ImageSpan, VersionSpan
 from lockstep.rollout.server import client as server_client
 from lockstep.rollout.server.generate_route import ROUTE, encode_answer
 from lockstep.rollout.server.server_engine import GENERATE, ServerEngine, read_facts
@@ -93,6 +93,16 @@ def test_a_completion_becomes_a_record_with_its_evidence(connected: Connected) -
     assert body["token_ids"] == [5, 6]
     assert body["sampling_params"]["seed"] == 1
     assert body["sampling_params"]["logprobs"] == 0
+
+
+def test_images_are_refused_and_not_dropped(connected: Connected) -> None:
+    images = [ImageSpan(start=0, end=1, digest="0" * 64)]
+    num_requests = len(connected.server.requests)
+    engine = connected.engine
+    for call in (engine.generate((1, 2), SAMPLING, images), engine.score((1, 2), images)):
+        with pytest.raises(EngineError, match=r"does not take images; sample .* rollout\.engine=embedded"):
+            connected.loop.run(call)
+    assert len(connected.server.requests) == num_requests
 
 
 def test_the_engine_takes_its_facts_from_the_server(connected: Connected) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.rollout.records import ImageSpan, PromptIds
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import Canary, CanaryResult, CanarySettings, LongRow
+from lockstep.rollout.weights.canary import Canary, CanaryResult, CanarySettings, ImageRow, LongRow
 from lockstep.rollout.weights.control_plane import ControlPlane
 
 TOKENS, WINDOW = 400, 128
@@ -102,3 +103,55 @@ def test_a_quantized_engine_may_differ_equally_at_every_distance(loop: Backgroun
     assert not scored.result().is_wrong
     scored.differences[WINDOW:] = 1.6
     assert scored.result().is_wrong
+
+
+class Seen:
+    """A trainer whose log π are all -2, and an engine that differs from it by `text` and `image`."""
+
+    ids = PromptIds([5, 6, 9, 9, 9, 7, 8], [ImageSpan(start=2, end=5, digest="0" * 64)])
+
+    def __init__(self, loop: BackgroundLoop, **canary: Any) -> None:
+        self.text = self.image = 0.0
+
+        async def score(ids: list[int], *images: Any) -> list[float]:
+            assert images == ((self.ids.images,) if len(ids) == len(self.ids) else ()), "text is scored as before"
+            scores = [-2.0 + (self.image if images else self.text)] * (len(ids) - 1)
+            if images:
+                scores[1:4] = [math.nan] * 3
+            return scores
+
+        stand_in: Any = SimpleNamespace(name="engine 0", loop=loop, score=score)
+        self.engines = ControlPlane([stand_in], 30.0, is_staged=True)
+        row = ImageRow(ids=self.ids, score=lambda ids: [-2.0] * 3)
+        self.canary = Canary(
+            lambda ids: [-2.0] * (len(ids) - 1),
+            settings=CanarySettings(image=row),
+            **{"dtype": torch.float32, "vocab_size": 100} | canary,
+        )
+
+    def result(self) -> CanaryResult:
+        return self.canary.compare(self.engines, self.canary.expected(is_long=False))["engine 0"]
+
+
+def test_a_difference_in_the_row_with_an_image_alone_is_that_of_the_tower(loop: BackgroundLoop) -> None:
+    seen = Seen(loop)
+    assert (seen.result().image, seen.result().is_wrong) == (0.0, False)
+    seen.image = 0.5
+    assert seen.result().is_wrong
+    assert str(seen.result()) == (
+        "by 0.5 in a row with an image, expected at most 0.01, and not in text: it computed the image with other "
+        "weights of the vision tower, or kept its features from older ones"
+    )
+    seen.text = 0.7
+    assert str(seen.result()) == "by 0.7, expected at most 0.01"
+    seen.text, seen.image = 0.0, math.nan
+    assert seen.result().is_wrong
+
+
+def test_the_row_with_an_image_counts_for_the_floor_of_quantized_engines(loop: BackgroundLoop) -> None:
+    seen = Seen(loop, is_quantized=True)
+    seen.text, seen.image = 0.1, 0.5
+    first = seen.result()
+    assert not first.is_wrong
+    seen.canary.accept({"engine 0": first})
+    assert seen.result().limit == pytest.approx(1.5)

@@ -1,10 +1,20 @@
 """Rollouts become one batch of rows, the same on every rank."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus, SamplingSupport, VersionSpan
+from lockstep.rollout.records import (
+    EngineCall,
+    FinishReason,
+    ImageSpan,
+    Rollout,
+    RolloutStatus,
+    SamplingSupport,
+    VersionSpan,
+)
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 
 
@@ -54,6 +64,15 @@ def test_every_rank_gets_the_same_batch() -> None:
         assert getattr(received, name).tolist() == getattr(batch, name).tolist()
     for row, own in zip(received.rows, batch.rows, strict=True):
         assert (row.rollout_id, row.group_id) == (own.rollout_id, own.group_id)
+
+
+def test_every_rank_gets_the_images_of_the_rows() -> None:
+    batch = StepBatch.of([rollout(i) for i in range(3)], mask_truncated=False)
+    spans = tuple(ImageSpan(start=2 * i, end=2 * i + 1, digest=f"{i:064x}") for i in range(2))
+    of_rows = (spans, (), spans[1:])
+    rows = tuple(replace(row, images=images) for row, images in zip(batch.rows, of_rows, strict=True))
+    assert tuple(row.images for row in over_ranks(replace(batch, rows=rows)).rows) == of_rows
+    assert all(row.images == () for row in over_ranks(batch).rows)
 
 
 def test_rows_survive_serialization() -> None:

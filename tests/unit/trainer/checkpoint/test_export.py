@@ -13,6 +13,7 @@ from lockstep.rollout.errors import CheckpointError
 from lockstep.trainer.checkpoint import checkpoint
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.export import export_model
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import perturb, save_tiny_model, tiny_qwen3
 
@@ -40,7 +41,7 @@ def test_the_weights_of_a_checkpoint_are_exported(tmp_path: Path, tied: bool, ha
     module = ActorCritic(Policy(model)) if has_critic else Policy(model)
     state = TrainerState(step=3, update=3, data_cursor=0)
     place = checkpoint.save(tmp_path / "checkpoints", state, FakeRank(module), keep=1)
-    export_model(place, str(base), tmp_path / "exported", has_critic=has_critic)
+    export_model(place, ModelConfig(path=str(base)), tmp_path / "exported", has_critic=has_critic)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in model.state_dict().items())
 
@@ -51,4 +52,4 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     state = TrainerState(step=3, update=3, data_cursor=0)
     place = checkpoint.save(tmp_path / "checkpoints", state, FakeRank(module), keep=1)
     with pytest.raises(CheckpointError, match=r"step-3 does not fit .*base: "):
-        export_model(place, str(base), tmp_path / "exported", has_critic=False)
+        export_model(place, ModelConfig(path=str(base)), tmp_path / "exported", has_critic=False)

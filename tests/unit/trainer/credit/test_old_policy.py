@@ -17,7 +17,8 @@ from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, OldPolicy, Recomputed
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.policy import Policy
-from lockstep.trainer.update.batch_dumps import Attempt, read_dump, write_dump
+from lockstep.trainer.update.batch_dumps import read_dump, write_dump
+from lockstep.trainer.update.update_guard import Attempt
 from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.fixtures.models import tiny_qwen3

@@ -59,7 +59,7 @@ def write(path: Path, rows: list[Mapping[str, Any]]) -> str:
         ({"prompt": [{"role": "user", "content": None}]}, "the last message, which the model answers, is empty"),
         ({"prompt": [USER, {"role": "assistant", "content": "2"}]}, "the conversation ends with an assistant turn"),
         ({"prompt": [{"role": "user", "content": 5}]}, "message 0 has content of type int"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "message 0 has content of type list"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "message 0 has content of type list"),
         ({"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [{}]}, USER]}, "without a function name"),
         ({"tools": "not JSON"}, "column tools: expected tools as JSON, found 'not JSON'"),
         ({"tools": 3}, "column tools: expected a list of tools"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import ImageSpan
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.engines import teacher_check
@@ -25,7 +26,7 @@ class Serving:
     def __init__(self, model: Any) -> None:
         self.model, self.vocab_size = model, model.config.vocab_size
 
-    async def score(self, ids: Sequence[int]) -> list[float]:
+    async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         return sampled_logprobs(self.model, tuple(ids[:1]), tuple(ids[1:]))
 
 

@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.records import EngineCall, FinishReason, VersionSpan
+from lockstep.rollout.records import EngineCall, FinishReason, ImageSpan, VersionSpan
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.evaluate.engine_model import EngineModel, Generation
@@ -43,14 +43,16 @@ class ModelEngine:
         self.scored: list[list[int]] = []
         self.sampled: list[tuple[list[int], Sampling]] = []
 
-    async def score_ranked(self, ids: Sequence[int]) -> tuple[list[float], list[int]]:
+    async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         self.scored.append(list(ids))
         with torch.no_grad():
             logits = MODEL(torch.tensor([list(ids)])).logits[0, :-1].float()
         ranks = (logits >= logits.gather(1, torch.tensor(ids[1:])[:, None])).sum(-1)
         return sampled_logprobs(MODEL, tuple(ids[:1]), tuple(ids[1:])), ranks.tolist()
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> EngineCall:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
+    ) -> EngineCall:
         self.sampled.append((list(prompt_ids), sampling))
         ids, found = list(prompt_ids), []
         room = min(sampling.max_tokens, self.max_model_len - len(ids))

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.batch.packing import collate
-from lockstep.trainer.model.critic import ActorCritic, Critic, ValueHead, policy_of
-from lockstep.trainer.model.policy import Policy
+from lockstep.trainer.model.critic import ActorCritic, Critic, ValueHead
+from lockstep.trainer.model.policy import Policy, policy_of
 from tests.fixtures.models import tiny_qwen3
 
 

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checkpoint.run_dir import ADAPTER
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.model.lora import ADAPTER_DIRECTORY, adapter_settings, add_adapters, save_adapter, save_merged
+from lockstep.trainer.model.lora import adapter_settings, add_adapters, save_adapter, save_merged
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from tests.fixtures.adapted import with_lora
@@ -75,7 +76,7 @@ def test_the_merged_model_and_the_adapter_beside_it_compute_the_same(base: Path,
     assert (logits(plain) - expected).abs().max() > 0.1, "the adapters change nothing, so the test would prove nothing"
     save_merged(policy.model, tmp_path, distributed)
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected, rtol=1e-4, atol=1e-4)
-    with_adapter = PeftModel.from_pretrained(plain, str(tmp_path / ADAPTER_DIRECTORY))
+    with_adapter = PeftModel.from_pretrained(plain, str(tmp_path / ADAPTER))
     torch.testing.assert_close(logits(with_adapter), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -17,8 +17,8 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.objective.advantages.critic import Credit
-from lockstep.trainer.update.batch_dumps import Attempt, read_dump, write_dump
-from lockstep.trainer.update.update_guard import MIN_NORMS, UpdateGuard
+from lockstep.trainer.update.batch_dumps import read_dump, write_dump
+from lockstep.trainer.update.update_guard import MIN_NORMS, Attempt, UpdateGuard
 from lockstep.trainer.update.updater import Updater
 from tests.fixtures.distributed import FakeRank
 from tests.unit.trainer.update.test_updater import batch, config, policy, random_logp, scored, targets_of  # noqa: F401

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from aiohttp import web
 from lockstep.rewards.composition import FaultTolerance, RewardSet, make_reward_set
 from lockstep.rewards.resolve import check_built_in
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.media.run_images import image_url
 from lockstep.rollout.records import Rollout, RolloutStatus
 from tests.fixtures.cost import cpu_s
+from tests.fixtures.vision import images_in, picture
 from tests.unit.rewards.workers.test_pool import rollout
 
 
@@ -234,3 +238,45 @@ def test_a_reply_of_spaces_costs_work_in_proportion_to_its_length():
     judge = Judge((200, "score:" + " " * 15_000 + "x\nScore: ** 7"))
     assert cpu_s(lambda: judge()) < 3  # 6 s for the pattern alone if it backtracks
     assert judge()[0].reward == pytest.approx(0.7)
+
+
+def with_images(*digests: str) -> Rollout:
+    given = rollout("because")
+    parts = [{"type": "image", "digest": digest} for digest in digests]
+    prompt = {"role": "user", "content": [{"type": "text", "text": "compare"}, *parts]}
+    return replace(given, messages=(prompt, *given.messages[1:]))
+
+
+def test_a_judge_that_sees_images_gets_those_of_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = images_in(tmp_path, monkeypatch)
+    digests = [store.add(picture(number)) for number in (1, 2)]
+    judge = Judge((200, "Score: 7"))
+    scored, _ = judge(with_images(*digests), sees_images=True)
+    assert scored.reward == pytest.approx(0.7)
+    text, *rest = judge.requests[0]["messages"][0]["content"]
+    assert "compare [image 1] [image 2]" in text["text"]
+    assert rest == [
+        {"type": "text", "text": "[image 1]:"},
+        {"type": "image_url", "image_url": {"url": image_url({"digest": digests[0]})}},
+        {"type": "text", "text": "[image 2]:"},
+        {"type": "image_url", "image_url": {"url": image_url({"digest": digests[1]})}},
+    ]
+
+
+def test_a_judge_that_sees_none_reads_that_there_are_images_and_warns_once(caplog: pytest.LogCaptureFixture):
+    judge = Judge((200, "Score: 7"))
+    asyncio.run(judge.judge([with_images("a" * 64)], [with_images("b" * 64, "c" * 64)]))
+    contents = [request["messages"][0]["content"] for request in judge.requests]
+    assert "compare [image]\n" in contents[0]
+    assert "compare [image] [image]\n" in contents[1]
+    assert [record.getMessage() for record in caplog.records if "images" in record.getMessage()] == [
+        "llm_judge: the prompts hold images, and the judge reads [image] in their places; set "
+        "reward.settings.llm_judge.sees_images=true for a judge that sees images"
+    ]
+
+
+def test_an_image_that_cannot_be_read_is_an_error_and_never_a_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    images_in(tmp_path, monkeypatch)
+    scored, _ = Judge((200, "Score: 7"))(with_images("a" * 64), sees_images=True)
+    assert scored.status is RolloutStatus.FAILED
+    assert "the image aaaa" in (scored.error or "")
