@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import BatchFeature
 
 from lockstep.rollout.errors import EngineError
-from lockstep.rollout.media.processing import ImageProcessing
+from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.rollout.records import ImageSpan
 
 if TYPE_CHECKING:
@@ -25,10 +25,22 @@ KEPT_ITEMS = 64
 """Images that are kept in the form of vLLM: the turns of an episode, and the rollouts of a group, send the same."""
 
 
+class SeenImages(Protocol):
+    """Images by digest, as `ImageProcessing` has them, or the side of a server that was sent them."""
+
+    @property
+    def family(self) -> Any: ...
+
+    @property
+    def image_token_id(self) -> int: ...
+
+    def prepared(self, digest: str) -> PreparedImage: ...
+
+
 class ImagePrompts:
     """Inputs of one engine."""
 
-    def __init__(self, images: ImageProcessing, *, max_images: int, dtype: torch.dtype, processor: Any) -> None:
+    def __init__(self, images: SeenImages, *, max_images: int, dtype: torch.dtype, processor: Any) -> None:
         """max_images: of one prompt. dtype: of the engine's model. processor: vLLM's own of the model, which knows how
         tensors of several images are joined."""
         self._images, self._max_images, self._dtype, self._processor = images, max_images, dtype, processor

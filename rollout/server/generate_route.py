@@ -27,18 +27,22 @@ from lockstep.rollout.server.guard import App, Message, Receive, Send, reply
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+    from lockstep.rollout.server.carried_images import CarriedImages
+
 ROUTE = "/lockstep/v1/generate"
 
 
 class CompactGenerate:
     """ASGI middleware. GET confirms that the route exists.
 
-    POST takes `token_ids`, `sampling_params`, and as `model` the name of an adapter; without it the base samples.
+    POST takes `token_ids`, `sampling_params`, as `model` the name of an adapter (without it the base samples), and
+    `images` (rollout/server/carried_images.py).
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._numbers = itertools.count()
+        self._images: CarriedImages | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != ROUTE:
@@ -53,10 +57,15 @@ class CompactGenerate:
         from vllm.exceptions import VLLMClientError
 
         try:
-            prompt, params, model = _read(await _body(receive))
+            prompt, params, model, images = _read(await _body(receive))
             adapter = None if model is None else _adapter(state.openai_serving_models.lora_requests, model)
+            if images:
+                prompt = self._carried(state.engine_client).input(prompt["prompt_token_ids"], images)
         except Exception as error:  # any failure here is the client's and must not be retried
             await reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
+            return
+        if isinstance(prompt, list):
+            await reply(send, 200, {"missing": prompt})
             return
         sampling = asyncio.ensure_future(self._sample(state.engine_client, prompt, params, adapter))
         disconnection = asyncio.ensure_future(_disconnect(receive))
@@ -73,6 +82,13 @@ class CompactGenerate:
             await reply(send, 500, {"error": f"{type(error).__name__}: {error}"})
         else:
             await reply(send, 200, answer)
+
+    def _carried(self, engine: Any) -> CarriedImages:
+        if self._images is None:
+            from lockstep.rollout.server.carried_images import CarriedImages  # servers of text do not load it
+
+            self._images = CarriedImages(engine)
+        return self._images
 
     async def _sample(self, engine: Any, prompt: dict[str, Any], params: Any, adapter: Any) -> dict[str, Any]:
         options = {} if adapter is None else {"lora_request": adapter}
@@ -152,8 +168,8 @@ def _decode(text: str, dtype: type[np.generic]) -> list[Any]:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist()
 
 
-def _read(raw: bytes) -> tuple[dict[str, Any], Any, str | None]:
-    """Return prompt, `SamplingParams` and name of the adapter of a request. Raises on invalid input."""
+def _read(raw: bytes) -> tuple[dict[str, Any], Any, str | None, list[dict[str, Any]]]:
+    """Return prompt, `SamplingParams`, name of the adapter and images of a request. Raises on invalid input."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -165,7 +181,7 @@ def _read(raw: bytes) -> tuple[dict[str, Any], Any, str | None]:
     params = SamplingParams(**request["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY)
     if params.n != 1:
         raise ValueError(f"found n={params.n}, expected n=1: this route returns one completion")
-    return {"prompt_token_ids": ids.tolist()}, params, request.get("model")
+    return {"prompt_token_ids": ids.tolist()}, params, request.get("model"), request.get("images") or []
 
 
 def _adapter(served: Mapping[str, Any], name: str) -> Any:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -40,6 +40,9 @@ from lockstep.rollout.server.client import ServerClient, wait_until_healthy
 from lockstep.rollout.server.generate_route import ROUTE, decode_answer, decode_array, decode_scores
 from lockstep.rollout.server.liveness import Liveness
 from lockstep.rollout.system.background_loop import BackgroundLoop
+
+if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
 
 T = TypeVar("T")
 
@@ -69,6 +72,8 @@ class ServerFacts:
     max_rank: int = 0
     """Largest rank of its adapters; 0: it takes whole weights."""
     quantization: str | None = None
+    max_images: int = 0
+    """Most images of a prompt."""
 
 
 class ServerEngine:
@@ -84,6 +89,7 @@ class ServerEngine:
         request_timeout_s: float = 600.0,
         start_timeout_s: float = 600.0,
         silence_timeout_s: float = 60.0,
+        images: ImageProcessing | None = None,
     ) -> None:
         """Wait until the server is ready and check its settings.
 
@@ -93,6 +99,7 @@ class ServerEngine:
         url: `http://<host>:<port>`, without a path. start_timeout_s: time the server may take to load.
         vocab_size: number of rows of the model's embedding; larger ids are refused here.
         silence_timeout_s: time without any answer to waiting requests after which the server counts as dead.
+        images: of prompts; None for a model that sees none.
         """
 
         async def connect() -> tuple[ServerClient, ServerFacts, str]:
@@ -122,6 +129,13 @@ class ServerEngine:
         self.max_rank = facts.max_rank
         self.takes_adapters = facts.max_rank > 0
         self.quantization = facts.quantization
+        self.max_images = facts.max_images
+        self._images = images
+        if images is not None and self._route != ROUTE:
+            raise ConfigError(
+                f"{self.name} has no route for images; start it with `lockstep serve-engine`, which adds "
+                "--middleware lockstep.rollout.server.generate_route.CompactGenerate"
+            )
         self.weight_transfer_backend = facts.weight_transfer_backend
         self.vocab_size = vocab_size
         self._sent_labels: set[str] = set()
@@ -139,15 +153,17 @@ class ServerEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
     ) -> EngineCall:
         """See `Engine.generate`. Also raises `EngineError` for weights that this process never sent."""
-        refuse_images(images, source=self.name)
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = sample_params(sampling, room=room)
-        raw = await self._sample(self._route, prompt_ids, params, sampling.model)
+        raw = await self._sample(self._route, prompt_ids, params, sampling.model, images)
         answer = read_answer(raw, with_support=sampling.truncates, source=self.name, is_compact=self._route == ROUTE)
         self._check_labels(answer)
+        if self._images is not None:
+            self._images.refuse_sampled(answer.sampled_ids, self.name)
         return engine_call(
             prompt_ids,
             answer,
+            images=images,
             with_support=sampling.truncates,
             with_routes=sampling.needs_routes,
             max_tokens=params["max_tokens"],
@@ -157,8 +173,14 @@ class ServerEngine:
 
     async def score(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> list[float]:
         """See `Engine.score`."""
-        refuse_images(images, source=self.name)
-        return read_scores(await self._score(ids), ids, source=self.name)
+        if not images:
+            return read_scores(await self._score(ids), ids, source=self.name)
+        check_prompt(ids, max_model_len=self.context, vocab_size=self.vocab_size)
+        answer = await self._sample(ROUTE, ids, score_params(), POLICY, images)
+        scored_ids, logprobs, _ = read_top_scores(answer, ids, 0, source=self.name, is_compact=True)
+        if scored_ids != list(ids[1:]):
+            raise EvidenceError(f"{self.name}: the logprobs do not belong to the {len(ids)} ids that were sent")
+        return logprobs
 
     async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         """See `Engine.score_ranked`."""
@@ -216,6 +238,8 @@ class ServerEngine:
         answer = await self._client.post("/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S)
         if answer != {"success": True}:
             raise EngineError(f"{self.name} did not reset its prefix cache: requests hold blocks; pause it first")
+        if self._images is not None:  # vLLM keeps what the vision tower computed apart from the KV cache
+            await self._client.post("/reset_encoder_cache", timeout_s=CONTROL_TIMEOUT_S)
 
     async def weight_checksums(self) -> dict[str, str]:
         answer = await self._client.post("/weight_checker", {"action": "checksum"}, timeout_s=self._request_timeout_s)
@@ -238,8 +262,26 @@ class ServerEngine:
         """Close the connection; the server keeps running. Closing twice is allowed."""
         await self._client.close()
 
-    async def _sample(self, route: str, ids: Sequence[int], params: Mapping[str, Any], model: str) -> Any:
+    async def _sample(
+        self, route: str, ids: Sequence[int], params: Mapping[str, Any], model: str, images: Sequence[ImageSpan] = ()
+    ) -> Any:
         body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": params}
+        if not images:
+            return await self._posted(route, body, model)
+        if self._images is None:
+            refuse_images(images, source=f"{self.name}, connected without model.images.max_per_prompt,")
+        from lockstep.rollout.server.carried_images import MISSING, image_fields  # runs without images do not load it
+
+        assert self._images is not None
+        missing: Sequence[str] = ()
+        while True:  # an image may leave the server before it is used, if others come in between
+            fields = image_fields(images, self._images, dtype=self.dtype, missing=missing)
+            answer = await self._posted(route, {**body, "images": fields}, model)
+            if not (isinstance(answer, dict) and MISSING in answer):
+                return answer
+            missing = [str(digest) for digest in answer[MISSING]]
+
+    async def _posted(self, route: str, body: dict[str, Any], model: str) -> Any:
         if not self.takes_adapters:
             refuse_adapter(model, source=self.name)
         elif model != BASE:
@@ -295,7 +337,9 @@ def read_facts(url: str, described: Any) -> ServerFacts:
             returns_routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
             max_rank=integer((config.get("lora_config") or {}).get("max_lora_rank", 0)),
             quantization=None if model.get("quantization") is None else str(model["quantization"]),
+            max_images=_max_images(model.get("multimodal_config") or {}),
         )
+        normalizes = bool((model.get("multimodal_config") or {}).get("mm_device_do_normalize"))
         logprobs_mode = str(model["logprobs_mode"])
         is_cpu = "cpu" in str(config["device_config"])
         is_chunked = bool(config["scheduler_config"]["enable_chunked_prefill"])
@@ -305,6 +349,11 @@ def read_facts(url: str, described: Any) -> ServerFacts:
         raise ConfigError(
             f"{url} returns {logprobs_mode}, expected the logprobs of the sampling distribution; restart it with "
             f"--logprobs-mode {NEEDED_LOGPROBS_MODE}"
+        )
+    if facts.max_images and normalizes:
+        raise ConfigError(
+            f"{url} normalizes images on its device, which are normalized already; restart it with "
+            "--no-mm-device-do-normalize"
         )
     if is_cpu and is_chunked:
         raise ConfigError(
@@ -409,6 +458,12 @@ def read_checksums(answer: Any, *, source: str) -> dict[str, str]:
     """Return checksums by parameter. Raises `EngineError` without them."""
     with _malformed_raises(EngineError, f"{source}: no checksums in {answer!r:.200}"):
         return {str(name): str(checksum) for name, checksum in answer["checksums"].items()}
+
+
+def _max_images(config: Mapping[str, Any]) -> int:
+    """Return the limit of images of a prompt, which vLLM describes as a number or as options."""
+    limit = (config.get("limit_per_prompt") or {}).get("image", 0)
+    return integer(limit.get("count", 0) if isinstance(limit, Mapping) else limit)
 
 
 def _count(value: Any) -> int:

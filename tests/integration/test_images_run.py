@@ -16,6 +16,7 @@ from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.paths import ROOT
+from tests.fixtures.servers import KEY, KEY_ENV, running
 from tests.fixtures.vision import picture, save_tiny
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -53,7 +54,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a model, rows of 0 to 2 pictures, an environment and a reward."""
     directory = tmp_path_factory.mktemp("images")
     save_tiny("qwen2_5_vl", directory / "model")
-    (directory / "model/generation_config.json").write_text("{}")  # the default names ids that this tokenizer lacks
     rows = []
     for number in range(12):
         names = [f"{number}-{index}.png" for index in range(number % 3)]
@@ -92,7 +92,7 @@ def train(directory: Path, run_name: str, *, ranks: int = 1, **changes: Any) -> 
     done = subprocess.run(
         [*launcher, "scripts/train.py", *(f"{name}={value}" for name, value in settings.items())],
         cwd=ROOT, capture_output=True, text=True, timeout=800,
-        env={**os.environ, "PYTHON_EXEC": python, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHON_EXEC": python, "OMP_NUM_THREADS": "1", KEY_ENV: KEY},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     lines = (directory / "runs" / run_name / "metrics.jsonl").read_text().splitlines()
@@ -150,3 +150,13 @@ def test_a_critic_of_its_own_sees_the_images(directory: Path) -> None:
     steps = train(directory, "critic", ranks=2, algorithm="ppo", **{"model.dtype": "bfloat16"})
     assert largest_difference(steps) < 0.2
     assert steps[-1]["ppo/value/loss"] > 0
+
+
+@pytest.mark.long
+def test_servers_are_sent_images_and_a_trained_tower(directory: Path) -> None:
+    settings = {"model.images.max_per_prompt": 3, "rollout.max_model_len": 256}
+    with running(directory / "model", directory, **settings) as (server,):
+        changes = {"rollout": "server", "rollout.urls": f"[{server.url}]", "model.images.train_tower": "true"}
+        steps = train(directory, "served", **changes)
+    assert largest_difference(steps) < 1e-4
+    assert tower_change(directory, "served") > 1e-4

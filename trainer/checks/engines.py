@@ -45,14 +45,9 @@ def engine_problems(
         )
 
 
-def image_problems(model: ModelConfig, rollout: RolloutConfig, teacher: TeacherConfig) -> Iterator[str]:
+def image_problems(model: ModelConfig, teacher: TeacherConfig) -> Iterator[str]:
     """Yield one sentence per setting under which images cannot be seen."""
     limit = f"model.images.max_per_prompt={model.images.max_per_prompt}"
-    if rollout.engine == "server":
-        yield (
-            f"{limit}: servers are sent token ids alone, found rollout.engine=server; set rollout=embedded or "
-            "rollout=colocated, or model.images.max_per_prompt=0"
-        )
     if teacher.scores:
         yield (
             f"{limit}: a teacher scores text alone, found teacher.source={teacher.source}; set teacher.path=null "

@@ -112,7 +112,9 @@ def start_engines(
             from lockstep.trainer.engines.servers import connect_servers  # other runs do not load its client
 
             needs_routes = config.plan.replays_engine
-            members = connect_servers(config.model, rollout, context=context, needs_routes=needs_routes, loop=loop)
+            members = connect_servers(
+                config.model, rollout, context=context, needs_routes=needs_routes, loop=loop, images=images
+            )
         else:
             log_path = logs / "engine.log"
             members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=log_path, images=images)

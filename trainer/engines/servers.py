@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
@@ -16,11 +17,23 @@ from lockstep.trainer.model.layers.rotary import LONGROPE, original_lengths
 from lockstep.trainer.model.quantized_base import stored_method
 from lockstep.trainer.setting import typed
 
+if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
+
 
 def connect_servers(
-    model: ModelConfig, rollout: RolloutConfig, *, context: int, needs_routes: bool, loop: BackgroundLoop
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    *,
+    context: int,
+    needs_routes: bool,
+    loop: BackgroundLoop,
+    images: ImageProcessing | None = None,
 ) -> list[ServerEngine]:
-    """Connect to the servers of `rollout.urls`. context: `Config.engine_context`. needs_routes: for their replay."""
+    """Connect to the servers of `rollout.urls`. context: `Config.engine_context`. needs_routes: for their replay.
+
+    images: of prompts.
+    """
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     engines = [
         ServerEngine(
@@ -31,6 +44,7 @@ def connect_servers(
             request_timeout_s=rollout.request_timeout_s,
             start_timeout_s=rollout.start_timeout_s,
             silence_timeout_s=rollout.silence_timeout_s,
+            images=images,
         )
         for url in rollout.urls
     ]
@@ -58,6 +72,12 @@ def connect_servers(
             raise ConfigError(
                 f"{engine.name} returns no routed experts; restart it with --enable-return-routed-experts, or set "
                 "correction.routing_replay=off"
+            )
+        if engine.max_images < model.images.max_per_prompt:
+            raise ConfigError(
+                f"{engine.name} takes {engine.max_images} images of a prompt, and this run has model.images."
+                f"max_per_prompt={model.images.max_per_prompt}; restart it with `lockstep serve-engine "
+                f"model.images.max_per_prompt={model.images.max_per_prompt}`"
             )
         check_adapters(engine, model)
         check_quantization(engine, rollout.quantization, stored=stored_method(model_config))

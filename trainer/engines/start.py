@@ -50,7 +50,9 @@ def start_engine(
         from lockstep.trainer.engines.servers import connect_servers  # other runs do not load its client
 
         needs_routes = config.plan.replays_engine
-        servers = connect_servers(config.model, rollout, context=context, needs_routes=needs_routes, loop=loop)
+        servers = connect_servers(
+            config.model, rollout, context=context, needs_routes=needs_routes, loop=loop, images=images
+        )
         return EnginePool(servers)
     refuse_unfit_models(config, print_error, trains=False)
     settings = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=context)

@@ -1,0 +1,128 @@
+"""Images sampled by a real vLLM server, against transformers' own forward of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import RefusedError
+from lockstep.rollout.records import EngineCall, PromptIds
+from lockstep.rollout.server import carried_images
+from lockstep.rollout.server.server_engine import ServerEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.sync import WeightSync
+from tests.fixtures.servers import KEY, running
+from tests.fixtures.vision import full_logprobs, image_processing, picture, save_tiny
+
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
+BOUND = 1e-5
+"""Largest difference of two float32 programs that compute the same [nats]."""
+
+
+@dataclass
+class Served:
+    engine: ServerEngine
+    model: PreTrainedModel
+    chat: Chat
+    loop: BackgroundLoop
+    posts: list[dict[str, Any]]
+    """Bodies of requests with images."""
+
+    def generate(self, prompt: PromptIds) -> EngineCall:
+        sampling = Sampling(max_tokens=6, seed=0, ignore_eos=True)
+        return self.loop.run(self.engine.generate(prompt, sampling, prompt.images))
+
+    def mismatch(self, call: EngineCall) -> float:
+        """Return the largest difference between the logprobs of server and model."""
+        assert self.chat.images is not None
+        expected = full_logprobs(self.model, self.chat.images, call.all_ids, call.images)[len(call.prompt) - 1 :]
+        return float((torch.tensor(call.sampled_logprobs) - expected).abs().max())
+
+    def sent(self) -> list[int]:
+        """Return the number of images whose tensors each request carried, and forget the requests."""
+        counts = [sum("tensors" in one for one in body["images"]) for body in self.posts]
+        self.posts.clear()
+        return counts
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory: Path = save_tiny("qwen2_5_vl", tmp_path_factory.mktemp("served"))
+    images = image_processing(directory)
+    settings = {"model.images.max_per_prompt": 2}
+    with BackgroundLoop() as loop, running(directory, directory, **settings) as (server,):
+        engine = ServerEngine(server.url, loop=loop, vocab_size=512, api_key=KEY, images=images)
+        posts: list[dict[str, Any]] = []
+        post = engine._client.post
+
+        async def counted(path: str, body: Any = None, **options: Any) -> Any:
+            if isinstance(body, dict) and "images" in body:
+                posts.append(body)
+            return await post(path, body, **options)
+
+        engine._client.post = counted  # type: ignore[method-assign]
+        model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+        yield Served(engine, model, Chat.from_pretrained(directory, images=images), loop, posts)
+        loop.run(engine.close())
+
+
+def asks(*numbers: int) -> dict[str, Any]:
+    parts = [{"type": "image", "image": picture(number, 56 + 28 * (number % 2), 84)} for number in numbers]
+    return {"role": "user", "content": [{"type": "text", "text": "see "}, *parts, {"type": "text", "text": " what?"}]}
+
+
+def test_images_travel_once_and_are_scored_as_by_transformers(served: Served) -> None:
+    assert served.engine.max_images == 2
+    for numbers, sent in (((), []), ((1,), [0, 1]), ((1,), [0]), ((2, 1), [0, 1]), ((2, 2), [0])):
+        call = served.generate(served.chat.prompt([asks(*numbers)]))
+        assert served.mismatch(call) < BOUND
+        assert served.sent() == sent
+        assert len(call.images) == len(numbers)
+
+
+def test_scores_of_a_row_with_images_are_those_of_the_model(served: Served) -> None:
+    prompt = served.chat.prompt([asks(3, 4)])
+    scores = served.loop.run(served.engine.score(prompt, prompt.images))
+    assert served.chat.images is not None
+    expected = full_logprobs(served.model, served.chat.images, prompt, prompt.images)
+    assert float((torch.tensor(scores) - expected).abs().max()) < BOUND
+
+
+def test_a_server_that_forgot_an_image_is_sent_it_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = carried_images.KEPT_IMAGES + 2
+    for number in range(100, 100 + many):
+        served.generate(served.chat.prompt([asks(number)]))
+    served.sent()
+    assert served.mismatch(served.generate(served.chat.prompt([asks(100)]))) < BOUND
+    assert served.sent() == [0, 1]
+
+
+def test_after_an_update_of_the_tower_images_are_computed_again(served: Served) -> None:
+    prompt = served.chat.prompt([asks(5)])
+    before = served.generate(prompt)
+    with torch.no_grad():
+        for name, parameter in served.model.named_parameters():
+            if "visual" in name:
+                parameter *= 1.5
+    sync = WeightSync(module=served.model, engines=[served.engine], deadline_s=60)
+    try:
+        sync.push(1 + served.loop.run(served.engine.weight_version()))
+    finally:
+        sync.close()
+    assert served.mismatch(before) > 0.01, "the tower matters"
+    assert served.mismatch(served.generate(prompt)) < BOUND
+
+
+def test_ids_that_do_not_fit_their_images_are_refused(served: Served) -> None:
+    prompt = served.chat.prompt([asks(1)])
+    short = PromptIds([*prompt[: prompt.images[0].start], *prompt[prompt.images[0].end :]], prompt.images)
+    with pytest.raises(RefusedError, match="image tokens that are not those of its 1 images"):
+        served.generate(short)
