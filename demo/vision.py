@@ -52,7 +52,7 @@ def vision_config(vocabulary: dict[str, int], **tokens: Any) -> Qwen2_5_VLConfig
         vision_config=TOWER,
         tie_word_embeddings=SIZES["tie_word_embeddings"],
         dtype=SIZES["dtype"],
-        eos_token_id=tokens["eos_token_id"],
+        **{"eos_token_id": tokens["eos_token_id"]},
         **{f"{name}_token_id": vocabulary[f"<|{token}|>"] for name, token in names.items()},
     )
 

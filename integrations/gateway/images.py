@@ -131,8 +131,8 @@ def _data_url(part: Mapping[str, Any], where: str) -> str:
     if kind == "image_url":
         of, name = f"{where}.image_url", "url"
         holder = checked(part.get("image_url"), dict, of, expected='{"url": "data:image/png;base64,..."}')
-    url, at = holder.get(name), f"{of}.{name}"
-    checked(url, str, at, expected="a data URL")
+    at = f"{of}.{name}"
+    url: str = checked(holder.get(name), str, at, expected="a data URL")
     if holder.get("detail") not in (None, "auto", "high"):
         raise not_supported(
             f"{of}.detail",

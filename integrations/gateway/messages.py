@@ -137,7 +137,7 @@ def joined(parts: Sequence[str | StoredImage]) -> Content:
     """Return the content of a message with these texts and images; texts beside each other are one."""
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
-    content: list[Mapping[str, Any]] = []
+    content: list[Any] = []
     for kind, group in itertools.groupby(parts, key=type):
         some = list(group)
         content += [{"type": "text", "text": "".join(map(str, some))}] if kind is str else some

@@ -30,7 +30,7 @@ def install() -> None:
 
     @functools.wraps(build)
     def with_ranges(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        metadata = build(self, common_prefix_len, common_attn_metadata, fast_build)
+        metadata: Any = build(self, common_prefix_len, common_attn_metadata, fast_build)
         metadata.images = images_of(common_attn_metadata)
         return metadata
 

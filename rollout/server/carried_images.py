@@ -51,7 +51,7 @@ def _encoded(image: PreparedImage, dtype: torch.dtype) -> dict[str, Any]:
         name: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
-            "data": base64.b64encode(tensor.view(torch.uint8).numpy()).decode(),
+            "data": base64.b64encode(tensor.view(torch.uint8).numpy().tobytes()).decode(),
         }
         for name, tensor in tensors.items()
     }

@@ -87,7 +87,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes) or (pictures is not None and isinstance(value, pictures.Image)):
         from lockstep.trainer.data.row_images import image_of_json  # other rows do not load it
 
-        return image_of_json(value)
+        image: Any = value
+        return image_of_json(image)
     raise TypeError(f"found a value of type {type(value).__name__}, which JSON does not have")
 
 

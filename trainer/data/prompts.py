@@ -103,8 +103,9 @@ class DataSet:
         """Yield the prompts of all rows as the file holds them, without reading other columns; in a run with images
         each with hashes of its images."""
         names = {*reader.columns, *PROMPT_COLUMNS}
-        columns = {name: path for name, path in (self._settings.columns or {}).items() if name in names and path}
-        read = {part for path in columns.values() for part in (path, path.partition(".")[0])} or names
+        own = self._settings.columns or {}
+        columns: dict[str, str | None] = {name: path for name, path in own.items() if name in names and path}
+        read = {part for path in filter(None, columns.values()) for part in (path, path.partition(".")[0])} or names
         if self._images:
             columns |= self._images.columns
             sources = self._images.sources
