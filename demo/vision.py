@@ -47,13 +47,14 @@ def vision_config(vocabulary: dict[str, int], **tokens: Any) -> Qwen2_5_VLConfig
     names = {"vision_start": "vision_start", "image": "image_pad", "video": "video_pad", "vision_end": "vision_end"}
     text = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"num_attention_heads": 4}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    ids: dict[str, Any] = {f"{name}_token_id": vocabulary[f"<|{token}|>"] for name, token in names.items()}
+    ids["eos_token_id"] = tokens["eos_token_id"]
     return Qwen2_5_VLConfig(
         text_config=text | tokens | {"rope_parameters": rope},
         vision_config=TOWER,
         tie_word_embeddings=SIZES["tie_word_embeddings"],
         dtype=SIZES["dtype"],
-        **{"eos_token_id": tokens["eos_token_id"]},
-        **{f"{name}_token_id": vocabulary[f"<|{token}|>"] for name, token in names.items()},
+        **ids,
     )
 
 
