@@ -357,7 +357,7 @@ class EmbeddedEngine:
 
         settings = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
         if self._image_prompts is None:
-            refuse_images(images, source=f"{self.name}, started without model.images.max_per_prompt,")
+            refuse_images(images, source=self.name)
             prompt = {"prompt_token_ids": list(ids)}
         else:
             prompt = self._image_prompts.input(ids, images)

@@ -120,9 +120,7 @@ def check_prompt(ids: Sequence[int], *, max_model_len: int, vocab_size: int) -> 
 def refuse_images(images: Sequence[ImageSpan], *, source: str) -> None:
     """Raise `EngineError` for a request with images to an engine that does not carry them."""
     if images:
-        raise EngineError(
-            f"{source} does not take images; sample with the engine of this process: rollout.engine=embedded"
-        )
+        raise EngineError(f"{source} does not take images; set model.images.max_per_prompt")
 
 
 def sample_params(sampling: Sampling, *, room: int) -> dict[str, Any]:

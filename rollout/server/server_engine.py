@@ -269,7 +269,7 @@ class ServerEngine:
         if not images:
             return await self._posted(route, body, model)
         if self._images is None:
-            refuse_images(images, source=f"{self.name}, connected without model.images.max_per_prompt,")
+            refuse_images(images, source=self.name)
         from lockstep.rollout.server.carried_images import MISSING, image_fields  # runs without images do not load it
 
         assert self._images is not None

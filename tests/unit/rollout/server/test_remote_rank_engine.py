@@ -38,17 +38,20 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Sequence[int], Sampling]] = []
+        self.images: list[Sequence[ImageSpan]] = []
         self.failure: Exception | None = None
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
     ) -> EngineCall:
         self.asked.append((prompt_ids, sampling))
+        self.images.append(images)
         if self.failure is not None:
             raise self.failure
         return CALL
 
     async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
+        self.images.append(images)
         return [-float(token) for token in ids[1:]], list(ids[1:])
 
     async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
@@ -97,12 +100,13 @@ def test_a_call_and_its_answer_arrive_unchanged(loop: BackgroundLoop, own: FakeE
     assert (peer.dtype, peer.vocab_size, peer.max_model_len) == (torch.bfloat16, 512, 64)
 
 
-def test_images_are_refused_and_not_dropped(loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine) -> None:
-    images = [ImageSpan(start=0, end=1, digest="0" * 64)]
-    for call in (peer.generate((1, 2), SAMPLING, images), peer.score([1, 2], images)):
-        with pytest.raises(EngineError, match="the engine of rank 1 does not take images"):
-            loop.run(call)
-    assert own.asked == []
+def test_images_of_prompts_and_rows_reach_the_engine(
+    loop: BackgroundLoop, own: FakeEngine, peer: RemoteRankEngine
+) -> None:
+    images = [ImageSpan(start=0, end=1, digest="0" * 64), ImageSpan(start=1, end=2, digest="1" * 64)]
+    loop.run(peer.generate((1, 2), SAMPLING, images))
+    loop.run(peer.score([1, 2], images))
+    assert own.images == [images, images]
 
 
 @pytest.mark.parametrize("kind", [EngineError, RequestError, EvidenceError])

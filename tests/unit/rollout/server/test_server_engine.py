@@ -100,7 +100,7 @@ def test_images_are_refused_and_not_dropped(connected: Connected) -> None:
     num_requests = len(connected.server.requests)
     engine = connected.engine
     for call in (engine.generate((1, 2), SAMPLING, images), engine.score((1, 2), images)):
-        with pytest.raises(EngineError, match=r"does not take images; sample .* rollout\.engine=embedded"):
+        with pytest.raises(EngineError, match=r"does not take images; set model\.images\.max_per_prompt"):
             connected.loop.run(call)
     assert len(connected.server.requests) == num_requests
 
