@@ -306,9 +306,8 @@ class _Replay:
                 f"replay a dumped batch of this run, or add demonstrations.teacher_divergence=off{without} to see the "
                 "step with their cross-entropy"
             )
-        return Demonstrations.load(
-            config, self._distributed, make_chat(config.model, history=config.environment.history), say=self.say
-        )
+        chat = make_chat(config.model, history=config.environment.history, media=RunDirectory(self._run).media)
+        return Demonstrations.load(config, self._distributed, chat, say=self.say)
 
     def _continue(self, demonstrations: Demonstrations, step: SavedStep) -> None:
         """Go to the position before the step, after `_restore`. Warns if the demonstrations are others than then."""

@@ -94,7 +94,7 @@ class McpEnvironment:
 
     async def step(self, message: Message) -> Step:
         assert self._toolbox is not None, "reset comes first"
-        results = await self._toolbox.answer(message)
+        results = await self._toolbox.answer(message, sees_images=self.sees_images)
         return Step(
             messages=tuple(result.message for result in results), done=not results, outcome=count_results(results)
         )

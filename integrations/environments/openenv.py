@@ -114,8 +114,10 @@ class OpenEnvironment:
             except (_Refused, ToolServerError) as refusal:
                 raise EnvironmentFault(f"openenv: the server lists no tools that can be used: {refusal}") from refusal
         *first, last = self.read_row(example)
-        content = "\n\n".join(filter(None, (last["content"], text)))
-        return (*first, {**last, "content": content})
+        content = last["content"]
+        if isinstance(content, list):  # with images
+            return (*first, {**last, "content": [*content, {"type": "text", "text": text}] if text else content})
+        return (*first, {**last, "content": "\n\n".join(filter(None, (content, text)))})
 
     async def step(self, message: Message) -> Step:
         """Send the turn as an action. Raises `EnvironmentFault` if the server fails or its answer cannot be used."""

@@ -120,7 +120,10 @@ class TRLEnvironment(ToolEnvironment):
                 f"trl: {type(self._instance).__name__}.reset returned {type(observation).__name__}; expected a text or "
                 "None (images are not supported)"
             )
-        return (*first, {**last, "content": f"{last['content']}{observation}"})
+        content = last["content"]
+        if isinstance(content, list):  # with images
+            return (*first, {**last, "content": [*content, {"type": "text", "text": observation}]})
+        return (*first, {**last, "content": f"{content}{observation}"})
 
 
 def _methods(instance: Any) -> Mapping[str, Callable[..., Any]]:

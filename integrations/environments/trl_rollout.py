@@ -41,8 +41,8 @@ from lockstep.rollout.episode.conversation import CallRecord, request_seed
 from lockstep.rollout.episode.ending import ending
 from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.episode.episode import failure_of
-from lockstep.rollout.errors import CallLimitError, ConfigError, ContextFullError, EvidenceError
-from lockstep.rollout.records import EngineCall, Message, Rollout, RolloutStatus
+from lockstep.rollout.errors import CallLimitError, ConfigError, ContextFullError, DataError, EvidenceError
+from lockstep.rollout.records import EngineCall, Message, Rollout, RolloutStatus, image_parts
 from lockstep.rollout.system.deadline import call_with_deadline, is_async
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
@@ -80,7 +80,10 @@ class TRLRollout(RunsItself):
         self._prompt = PromptReader(column=prompt_column)
 
     def read_row(self, example: Mapping[str, Any]) -> tuple[Message, ...]:
-        return self._prompt.messages(example)
+        messages = self._prompt.messages(example)
+        if any(map(image_parts, messages)):
+            raise DataError("a rollout_func of TRL gets token ids, not images; use another environment for these rows")
+        return messages
 
     def prompt(self, example: Mapping[str, Any]) -> tuple[Any, tuple[Message, ...]]:
         """Return the row's prompt as TRL passes it (a text stays a text), and as messages. Raises `DataError`."""

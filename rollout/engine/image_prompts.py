@@ -7,7 +7,6 @@ error, and put an image into the first placeholder that it finds, also into one 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,13 +14,14 @@ import torch
 from transformers import BatchFeature
 
 from lockstep.rollout.errors import EngineError
+from lockstep.rollout.media.bounded_cache import BoundedCache, bytes_of
 from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.rollout.records import ImageSpan
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem
 
-KEPT_ITEMS = 64
+KEPT_BYTES = 2**30
 """Images that are kept in the form of vLLM: the turns of an episode, and the rollouts of a group, send the same."""
 
 
@@ -44,7 +44,8 @@ class ImagePrompts:
         """max_images: of one prompt. dtype: of the engine's model. processor: vLLM's own of the model, which knows how
         tensors of several images are joined."""
         self._images, self._max_images, self._dtype, self._processor = images, max_images, dtype, processor
-        self._item = functools.lru_cache(maxsize=KEPT_ITEMS)(self._item_of)
+        self._items = BoundedCache(self._item_of, size=lambda item: item[1], limit=KEPT_BYTES)
+        """Items of vLLM, and their bytes, by digest."""
 
     def input(self, ids: Sequence[int], images: Sequence[ImageSpan]) -> Any:
         """Return vLLM's input. Raises `EngineError` unless the image tokens of the prompt are those of its images."""
@@ -56,7 +57,7 @@ class ImagePrompts:
             return tokens_input(list(ids))
         return mm_input(
             prompt_token_ids=list(ids),
-            mm_kwargs=MultiModalKwargsItems({"image": [self._item(image.digest) for image in images]}),
+            mm_kwargs=MultiModalKwargsItems({"image": [self._items(image.digest)[0] for image in images]}),
             mm_hashes={"image": [image.digest for image in images]},
             mm_placeholders={
                 "image": [PlaceholderRange(offset=image.start, length=image.end - image.start) for image in images]
@@ -84,7 +85,7 @@ class ImagePrompts:
                     f"{expected}; make prompts with the model.path of the engine"
                 )
 
-    def _item_of(self, digest: str) -> MultiModalKwargsItem:
+    def _item_of(self, digest: str) -> tuple[MultiModalKwargsItem, int]:
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
         tensors = {
@@ -94,4 +95,4 @@ class ImagePrompts:
         tensors |= self._images.family.engine_tensors
         fields = self._processor._get_mm_fields_config(BatchFeature(tensors), {})
         (item,) = MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields)["image"]
-        return item
+        return item, bytes_of(tensors)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.rollout.errors import DataError
-from lockstep.rollout.records import Message, image_parts, is_image_part
+from lockstep.rollout.records import Message, image_parts, is_image_part, is_stored_image
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 """Columns searched when none is named; the first that the row fills wins."""
@@ -73,7 +73,7 @@ class PromptReader:
         else:
             turns = _read_messages(name, value)
         images = example.get("images")
-        if isinstance(images, list) and all(map(is_image_part, images)):
+        if isinstance(images, list) and all(map(is_stored_image, images)):
             from lockstep.rollout.media.placement import placed  # rows without images do not load it
 
             turns = placed(turns, images)
@@ -124,7 +124,9 @@ def images_problem(row: Mapping[str, Any], messages: Sequence[Message]) -> str |
     """Return a sentence for a row with images in a run that sees none; None without images."""
     for name, value in row.items():
         values = image_values(value)
-        if values and (is_image(values[0]) or (name in IMAGE_COLUMNS and _is_image_file(values[0]))):
+        if values and (
+            is_image(values[0]) or is_image_part(values[0]) or (name in IMAGE_COLUMNS and _is_image_file(values[0]))
+        ):
             return of_unread_column(name)
     if num_images(messages):
         return f"its messages hold images; set {SEES_IMAGES}, or leave the row out"

@@ -19,8 +19,8 @@ from enum import StrEnum
 from typing import Any
 
 from lockstep.rollout.chat.tool_functions import BadArgumentsError, Content, describe
-from lockstep.rollout.errors import ConfigError, ToolServerError
-from lockstep.rollout.records import Message, Rollout, content_text
+from lockstep.rollout.errors import ConfigError, TemplateError, ToolServerError
+from lockstep.rollout.records import Message, Rollout, content_text, is_image_part
 from lockstep.rollout.replies import read_json
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.deadline import DeadlineExceeded, Finished, TooManyAbandoned, call_with_deadline
@@ -115,14 +115,15 @@ class Toolbox:
         self._timeout_s = timeout_s
         self._max_result_chars = max_result_chars
 
-    async def answer(self, message: Message) -> list[ToolResult]:
+    async def answer(self, message: Message, *, sees_images: bool = True) -> list[ToolResult]:
         """Run all tool calls of an assistant message at the same time; return results in the order of the calls.
 
         Malformed calls (`tool_call_errors`) are answered after them, and calls beyond `MAX_CALLS` by one result. Empty
-        if the message calls no tool. Never raises, whatever the message holds.
+        if the message calls no tool. Never raises, whatever the message holds. sees_images: False answers a call that
+        returns an image with an error.
         """
         calls, errors = message.get("tool_calls") or (), message.get("tool_call_errors") or ()
-        results = await asyncio.gather(*(self._call(call) for call in calls[:MAX_CALLS]))
+        results = await asyncio.gather(*(self._call(call, sees_images) for call in calls[:MAX_CALLS]))
         unread = [
             ToolResult(
                 name="tool_call",
@@ -142,9 +143,11 @@ class Toolbox:
             all_results.append(further)
         return all_results
 
-    async def _call(self, call: Mapping[str, Any]) -> ToolResult:
+    async def _call(self, call: Mapping[str, Any], sees_images: bool) -> ToolResult:
         name = str(call["function"]["name"])
         content, fault = await self._run(name, call["function"].get("arguments"))
+        if not isinstance(content, str) and (problem := _images_problem(content, sees_images)):
+            content, fault = _error_text(f"{name}: {problem}"), ToolFault.EXCEPTION
         return ToolResult(name=name, call_id=str(call.get("id", "")), content=content, fault=fault)
 
     async def _run(self, name: str, raw_arguments: Any) -> tuple[Content, ToolFault | None]:
@@ -226,6 +229,21 @@ def _read_arguments(raw: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"found {type(value).__name__}")
     return value
+
+
+def _images_problem(content: Sequence[Mapping[str, Any]], sees_images: bool) -> str | None:
+    """Return why the images of a result cannot be read; None if they can."""
+    if not sees_images:
+        return "it returned an image, which the model does not see"
+    from lockstep.rollout.media.image_files import read_image  # tools without images do not load it
+
+    try:
+        for part in content:
+            if is_image_part(part):
+                read_image(part, "the result")
+    except TemplateError as error:
+        return str(error)
+    return None
 
 
 def _error_text(text: str) -> str:

@@ -17,6 +17,8 @@ class ToolEnvironment:
     """Runs tools until the model answers without a tool call; the episode limits the number of turns."""
 
     declaration = Declaration(reads="prompt", max_turns=8)
+    sees_images = False
+    """True if the model sees images that tools return; set before `reset`."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class ToolEnvironment:
         )
 
     async def step(self, message: Message) -> Step:
-        results = await self._toolbox.answer(message)
+        results = await self._toolbox.answer(message, sees_images=self.sees_images)
         return Step(
             messages=tuple(result.message for result in results), done=not results, outcome=count_results(results)
         )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections import OrderedDict
+import sys
 from pathlib import Path
-from threading import Lock
+from threading import get_ident
 
 from PIL import Image
 
 from lockstep.rollout.errors import DataError
+from lockstep.rollout.media.bounded_cache import BoundedCache
 from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.safe_text import error_text
 
-KEPT_IMAGES = 256
-"""Images in memory of a store with a folder, the most recently used; without a folder all are kept."""
+UNREADABLE = "unreadable: "
+"""Beginning of what stands for the digest of an image that could not be decoded; the cause follows."""
+KEPT_BYTES = 2**30
+"""Pixels in memory of a store with a folder, the most recently used; without a folder all are kept."""
 
 
 class ImageStore:
@@ -24,37 +26,28 @@ class ImageStore:
     def __init__(self, folder: Path | None = None) -> None:
         """folder: keeps the images as PNG files; processes may share it. It is made with the first image."""
         self._folder = folder
-        self._images: OrderedDict[str, Image.Image] = OrderedDict()
-        self._lock = Lock()
+        self._images = BoundedCache(
+            self._read,
+            size=lambda image: 3 * image.width * image.height,
+            limit=sys.maxsize if folder is None else KEPT_BYTES,
+        )
 
     def add(self, image: Image.Image) -> str:
         """Keep an RGB image and return its digest. Raises OSError if it cannot be written."""
         digest = image_digest(image)
-        with self._lock:
-            is_new = digest not in self._images
-        if is_new and self._folder is not None and not (path := self._folder / f"{digest}.png").exists():
+        path = None if self._folder is None else self._folder / f"{digest}.png"
+        if path is not None and digest not in self._images and not path.exists():
             _write(image, path)
-        self._keep(digest, image)
+        self._images.keep(digest, image)
         return digest
 
     def image(self, digest: str) -> Image.Image:
         """Return the image. Raises `DataError` if it is not there, or its file holds another one."""
-        with self._lock:
-            if digest in self._images:
-                self._images.move_to_end(digest)
-                return self._images[digest]
-        image = self._read(digest)
-        self._keep(digest, image)
-        return image
-
-    def _keep(self, digest: str, image: Image.Image) -> None:
-        with self._lock:
-            self._images[digest] = image
-            self._images.move_to_end(digest)
-            if self._folder is not None and len(self._images) > KEPT_IMAGES:
-                self._images.popitem(last=False)
+        return self._images(digest)
 
     def _read(self, digest: str) -> Image.Image:
+        if digest.startswith(UNREADABLE):
+            raise DataError(digest.removeprefix(UNREADABLE))
         if self._folder is None or not (len(digest) == 64 and set(digest) <= set("0123456789abcdef")):
             raise DataError(f"no image has the digest {digest[:80]!r}")
         path = self._folder / f"{digest}.png"
@@ -71,10 +64,10 @@ class ImageStore:
 def _write(image: Image.Image, path: Path) -> None:
     """Write a file that readers find whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    partial = path.with_name(f"{path.stem}.{os.getpid()}-{get_ident()}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
-            image.save(file, format="PNG")
-        Path(partial).replace(path)
+        with partial.open("wb") as file:
+            image.save(file, format="PNG", compress_level=1)  # episodes wait for it
+        partial.replace(path)
     finally:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lockstep.rollout.media.bounded_cache import bytes_of
 from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.rollout.records import IMAGE_DIGEST, ImageSpan
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from lockstep.rollout.media.processing import ImageProcessing
 
 MISSING = "missing"
-KEPT_IMAGES = 64
-"""Images that a server keeps, the most recently used: about 12 MB of bfloat16 for a megapixel."""
+KEPT_IMAGES, KEPT_BYTES = 64, 2 * 2**30
+"""Images that a server keeps at most, the most recently used: about 12 MB of bfloat16 for a megapixel."""
 
 
 def image_fields(
@@ -74,9 +75,13 @@ class CarriedImages:
         if missing := sorted({span.digest for span in spans} - self._kept.keys()):
             return missing
         made = self._prompts.input(ids, spans)
-        while len(self._kept) > KEPT_IMAGES:
+        while len(self._kept) > 1 and (len(self._kept) > KEPT_IMAGES or self._bytes > KEPT_BYTES):
             self._kept.popitem(last=False)
         return made
+
+    @property
+    def _bytes(self) -> int:
+        return sum(bytes_of(image.tensors) for image in self._kept.values())
 
     @cached_property
     def _prompts(self) -> ImagePrompts:

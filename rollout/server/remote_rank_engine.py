@@ -104,7 +104,7 @@ class EngineService:
 
 def _spans(body: Any) -> list[ImageSpan]:
     """Return the images of a request, whose pixels this rank reads from the folder of the run."""
-    return [ImageSpan(**image) for image in body["images"]]
+    return [ImageSpan(**image) for image in body.get("images", ())]
 
 
 class RemoteRankEngine:

@@ -27,7 +27,7 @@ from lockstep.rollout.environments.prompt import (
 from lockstep.rollout.errors import ConfigError, DataError, TemplateError
 from lockstep.rollout.media.image_files import check_image, read_image
 from lockstep.rollout.media.placement import placed
-from lockstep.rollout.media.store import ImageStore
+from lockstep.rollout.media.store import UNREADABLE, ImageStore
 from lockstep.rollout.records import is_image_part
 from lockstep.rollout.safe_text import error_text
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
@@ -135,7 +135,10 @@ class RowImages:
 
     def _stored(self, part: Mapping[str, Any], place: str) -> str:
         assert self._store is not None, "rows are only checked"
-        image = read_image(part, place)
+        try:
+            image = read_image(part, place)
+        except TemplateError as error:  # its header could be read; the rollouts of this row fail, not the run
+            return f"{UNREADABLE}{error}"
         try:
             return self._store.add(image)
         except OSError as error:

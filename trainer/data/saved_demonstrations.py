@@ -49,6 +49,10 @@ def saved_rows(
                 left_out[reason] += 1
                 continue
             check_ids([rollout], vocab_size=vocab_size)
+            if any(call.images for call in rollout.calls):
+                raise DataError(
+                    f"{file} has rollouts with images, whose pixels saved rollouts do not hold; leave it out"
+                )
             if rows := [row for row in rows_from_calls(rollout.calls) if row.num_trained]:
                 yield rows
 

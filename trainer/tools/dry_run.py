@@ -68,7 +68,7 @@ from lockstep.trainer.sft.demonstration_rows import Demonstrations, tokenized
 SHOWN_ROWS = 2
 MAX_SHOWN_TOKENS = 1500
 """Length above which a row loses its middle."""
-MEASURED_ROWS = 20_000
+MEASURED_ROWS, MEASURED_ROWS_WITH_IMAGES = 20_000, 256
 """Rows of a data set whose prompts are counted in tokens."""
 SLOW_REWARDS = {MODEL, *JUDGES}
 """Reward functions that load weights or call another machine."""
@@ -305,7 +305,8 @@ async def preview(config: Config, chat: Chat, rows: Sequence[Row]) -> tuple[list
 def long_prompts(data: DataSet, settings: EnvironmentConfig, chat: Chat, *, context: int) -> Iterator[str]:
     """Yield a sentence if prompts fill the context [tokens]. Prompts that no row holds are not counted."""
     whole, lengths = make_environment(settings.name, **settings.settings), []
-    for row in map(data.__getitem__, range(min(len(data), MEASURED_ROWS))):
+    limit = MEASURED_ROWS if chat.images is None else MEASURED_ROWS_WITH_IMAGES
+    for row in map(data.__getitem__, range(min(len(data), limit))):
         environment = environment_of(whole, row)
         with suppress(TemplateError):  # its sentence is that of the row
             if messages := messages_of_row(environment, row):

@@ -13,7 +13,7 @@ import pytest
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.conversation import CallRecord
-from lockstep.rollout.errors import TemplateError
+from lockstep.rollout.errors import ContextFullError, TemplateError
 from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.media.processing import ImageProcessing
 from lockstep.rollout.media.store import ImageStore
@@ -156,5 +156,5 @@ def test_a_conversation_with_more_images_than_the_engine_takes_fails_before_it_i
         engine=engine, chat=Chat.from_pretrained(directory, images=images), sampling=Sampling(max_tokens=4), seed=0
     )
     conversation = record.open([user(image(), image(SECOND))])
-    with pytest.raises(TemplateError, match=r"has 2 images, model\.images\.max_per_prompt=1; raise it"):
+    with pytest.raises(ContextFullError, match=r"has 2 images, model\.images\.max_per_prompt=1; raise it"):
         asyncio.run(conversation.ask())

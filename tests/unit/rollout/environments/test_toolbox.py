@@ -17,6 +17,7 @@ from pydantic import Field
 from lockstep.rollout.environments.toolbox import MAX_CALLS, Toolbox, ToolFault, count_results, failed_call
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.hosts import foreign_schemas
+from lockstep.rollout.media.image_files import MAX_PIXELS
 from lockstep.rollout.records import Rollout
 
 
@@ -450,3 +451,24 @@ async def test_an_image_is_a_part_of_the_result_alone_or_among_texts():
     assert await content("image") == [part]
     assert await content("both") == [{"type": "text", "text": "left ?"}, part, {"type": "text", "text": "7"}]
     assert await content("text") == "[1, 2]"
+
+
+async def test_an_image_that_cannot_be_read_or_seen_is_an_error_of_its_call():
+    from PIL import Image
+
+    def crop(width: int) -> Any:
+        """Crop.
+
+        Args:
+            width: of the crop
+        """
+        return Image.new("RGB", (width, 2), "red")
+
+    toolbox = Toolbox([crop])
+    (empty,) = await toolbox.answer(message(("crop", {"width": 0})))
+    assert (empty.fault, empty.content) == (
+        ToolFault.EXCEPTION,
+        f"error: crop: the result: the image cannot be read: it has 0 x 2 pixels, expected 1 to {MAX_PIXELS}",
+    )
+    (unseen,) = await toolbox.answer(message(("crop", {"width": 3})), sees_images=False)
+    assert unseen.content == "error: crop: it returned an image, which the model does not see"

@@ -20,12 +20,12 @@ def test_an_image_is_kept_once_in_memory_and_once_on_disk(tmp_path: Path) -> Non
 
 
 def test_a_store_with_a_folder_forgets_images_in_memory_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "KEPT_IMAGES", 2)
+    monkeypatch.setattr(store_module, "KEPT_BYTES", 2 * 3 * 4 * 4)
     in_memory, on_disk = ImageStore(), ImageStore(tmp_path)
     for store in (in_memory, on_disk):
         digests = [store.add(picture(number, 4, 4)) for number in range(5)]
         assert [image_digest(store.image(digest)) for digest in digests] == digests
-    assert (len(in_memory._images), len(on_disk._images)) == (5, 2)
+    assert [len(store._images) for store in (in_memory, on_disk)] == [5, 2]
 
 
 def test_a_file_with_another_image_is_refused(tmp_path: Path) -> None:

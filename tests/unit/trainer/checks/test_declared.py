@@ -40,6 +40,7 @@ REFUSED = [
     ),
     ("model.lora.alpha=64", "model.lora.rank=0; set model.lora.rank=16, or model.lora.alpha=32.0"),
     ("model.lora.target_modules=[q_proj,v_proj]", "=[q_proj,v_proj] does nothing with model.lora.rank=0"),
+    ("model.images.train_tower=true", "set model.images.max_per_prompt=1, or model.images.train_tower=false"),
     ("on_step_timeout=end step_timeout_s=0", "set step_timeout_s=1800, or on_step_timeout=report"),
     ("profile_steps=3", "set profile=true, or profile_steps=1"),
     ("resume_with_changes=true", "with resume=never; set resume=auto, or resume_with_changes=false"),

@@ -332,13 +332,16 @@ def test_the_check_decodes_nothing_and_a_row_its_own_images(folder: Path, monkey
     assert decoded
 
 
-def test_a_file_that_ends_early_is_found_when_its_row_is_used(folder: Path) -> None:
+def test_a_file_that_ends_early_fails_the_rollouts_of_its_row_and_not_the_run(folder: Path) -> None:
     (folder / "cut.png").write_bytes(BYTES[0][:-200])
     path = write_json(folder / "rows.jsonl", [{**ASKED, "image": "pictures/0.png"}, {**ASKED, "image": "cut.png"}])
-    data = loaded(path)
+    store = ImageStore()
+    made = config(path)
+    (data,) = training_data(made.data, made.environment, made.reward, store=store, max_images=9)
     check_row(data, PARTS[0])
-    with pytest.raises(DataError, match=rf"data set {path}: line 2: column image, image 0: the image cannot be read"):
-        data[1]
+    (turn,) = PromptReader().messages(data[1])
+    with pytest.raises(DataError, match=r"^column image, image 0: the image cannot be read: "):
+        store.image(turn["content"][0]["digest"])
 
 
 @pytest.mark.parametrize(
@@ -349,6 +352,10 @@ def test_a_file_that_ends_early_is_found_when_its_row_is_used(folder: Path) -> N
             "column images holds images; set model.images.max_per_prompt=<the most images of a",
         ),
         ({"image": "pictures/0.png"}, "or leave it out: set 'data.columns={image: null}'"),
+        (
+            {"images": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
+            "column images holds images; set model.im",
+        ),
         ({"photo": {"bytes": None, "path": "a.png"}}, "'data.columns={images: photo}', or leave it out: set 'data.col"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},

@@ -144,6 +144,15 @@ def test_packs_without_images_score_as_those_of_the_text_path(name: str) -> None
     assert torch.equal(with_tower, score(policy, packed))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_rows_of_text_are_apart_in_packs_without_images(attention: str) -> None:
+    images = images_of("qwen2_5_vl")
+    rows = [rows_of(images)[i] for i in (0, 3)]
+    policy = policy_of("qwen2_5_vl", attn_implementation=attention)
+    found = score(policy, pack(policy, rows, images))
+    torch.testing.assert_close(found, alone("qwen2_5_vl", rows, images), rtol=0, atol=1e-5)
+
+
 PARTITIONS = [[[0, 1, 2, 3, 4, 5]], [[4, 2], [3, 0], [1, 5]], [[0], [1], [2], [3], [4], [5], []]]
 
 
