@@ -74,10 +74,10 @@ class CarriedImages:
         spans = [ImageSpan(start=int(one["start"]), end=int(one["end"]), digest=str(one["digest"])) for one in fields]
         if missing := sorted({span.digest for span in spans} - self._kept.keys()):
             return missing
-        made = self._prompts.input(ids, spans)
+        prompt = self._prompts.input(ids, spans)
         while len(self._kept) > 1 and (len(self._kept) > KEPT_IMAGES or self._bytes > KEPT_BYTES):
             self._kept.popitem(last=False)
-        return made
+        return prompt
 
     @property
     def _bytes(self) -> int:

@@ -144,7 +144,9 @@ class Vision:
         }
         if hasattr(self._base.config.vision_config, "spatial_merge_size"):
             # transformers reads the rows of a pack from the first part, and rotates by the others.
-            positions_3L = packed.position_ids.expand(3, -1) if images is None else images.position_ids_3L
+            positions_3L = packed.position_ids.expand(3, -1)
+            if images is not None and images.position_ids_3L is not None:
+                positions_3L = images.position_ids_3L
             inputs["position_ids"] = torch.cat([inputs["position_ids"], positions_3L])[:, None]
         if (deepstack := getattr(output, "deepstack_features", None)) is not None:
             is_image_L = torch.zeros_like(packed.ids, dtype=torch.bool).index_fill(0, token_index_K, True)

@@ -167,7 +167,8 @@ def test_a_template_is_a_file_or_a_shipped_one_for_the_models_control_tokens(tmp
 
 
 def test_past_tool_calls_of_a_data_row_are_rendered_as_examples(tmp_path: Path) -> None:
-    (page,) = re.findall(r"```json\n(.+?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```json\n(.+?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    (page,) = (block for block in blocks if "tool_calls" in block)
     chat_tokenizer("chatml").save_pretrained(tmp_path)
     chat = Chat.from_pretrained(tmp_path, template="hermes")
     shown = chat.decode(chat.prompt(json.loads(page)["messages"], [WEATHER]))
