@@ -174,7 +174,11 @@ def test_the_commands_at_the_top_of_an_experiment_are_accepted(file: Path, tmp_p
     rows = tmp_path / "rows.jsonl"
     columns = ("prompt", "question", "answer", "problem", "solution", "query", "answers")
     row: dict[str, object] = dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}
-    row |= {"chain": {"links": [{"key": "a", "value": "b"}]}, "tool_calls": {"answers": "[]"}}.get(file.stem, {})
+    row |= {
+        "chain": {"links": [{"key": "a", "value": "b"}]},
+        "squares": {"square": [40, 40, 32, "red", "rows"]},
+        "tool_calls": {"answers": "[]"},
+    }.get(file.stem, {})
     if file.stem == "sft":
         row["messages"] = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
     rows.write_text(json.dumps(row) + "\n")

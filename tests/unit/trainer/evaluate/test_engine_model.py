@@ -203,7 +203,7 @@ def test_a_generation_setting_without_an_effect_is_refused(given: Mapping[str, A
 
 
 def test_the_first_failure_ends_all_requests(engine: ModelEngine) -> None:
-    async def fail(ids: Sequence[int]) -> Any:
+    async def fail(ids: Sequence[int], images: Sequence[Any]) -> Any:
         raise DataError("broken")
 
     engine.score_ranked = fail  # type: ignore[method-assign]
