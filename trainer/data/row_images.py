@@ -12,9 +12,8 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 from PIL import Image
 
 from lockstep.rollout.environments.prompt import (
@@ -33,6 +32,9 @@ from lockstep.rollout.safe_text import error_text
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.data.datasets import is_file, is_made
 from lockstep.trainer.data.reader import Row, Rows
+
+if TYPE_CHECKING:
+    import datasets
 
 Digest = Callable[[Mapping[str, Any], str], str]
 """Function of a part with a value, and of its place in the row."""
@@ -226,6 +228,8 @@ def _folder(path: str) -> Path | None:
 
 
 def _image_features(feature: Any) -> Iterator[datasets.Image]:
+    import datasets  # the first row of a file is checked without it
+
     if isinstance(feature, datasets.Image):
         yield feature
     elif isinstance(feature, Mapping):

@@ -73,6 +73,7 @@ def test_every_config_file_composes_and_validates(
     columns = ("question", "answer", "prompt", "problem", "solution", "query", "answers", "reasoning_gym")
     row = dict.fromkeys(columns, "1") | {"reward_model": {"ground_truth": {"target": "1"}}}
     row |= {"env_id": "GuessTheNumber-v0", "seed": 1, "links": [{"key": "a", "value": "b"}]}
+    row["square"] = [40, 40, 32, "red", "rows"]
     if path.name == "tool_calls":
         row |= {"answer": "[]", "answers": "[]"}
     rows = tmp_path / "all.jsonl"

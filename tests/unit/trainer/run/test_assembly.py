@@ -13,6 +13,7 @@ from transformers import Qwen3Config
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.run import assembly
 from tests.fixtures.tokenizers import chat_tokenizer
@@ -63,5 +64,6 @@ def test_a_row_that_cannot_be_used_ends_a_run_before_its_engine_starts(
     monkeypatch.setattr(assembly, "start_engines", lambda *_, **__: pytest.fail("the engine starts"))
     distributed: Any = SimpleNamespace(is_main=True, world_size=1, together=lambda work: work(), broadcast=lambda x: x)
     console: Any = SimpleNamespace(say=lambda text: None)
+    libraries: Any = None
     with BackgroundLoop() as loop, pytest.raises(DataError, match=rf"{place}\.jsonl: 1 of 2 rows .*\n  line 2: "):
-        assembly.Assembly(config, distributed, None, loop, console, None).parts()  # type: ignore[arg-type]
+        assembly.Assembly(config, distributed, RunDirectory(tmp_path / "run"), loop, console, libraries).parts()
