@@ -75,8 +75,7 @@ def trained_logprobs(policy: Policy, images: ImageProcessing, rows: Sequence[Tra
 
 
 def pack_of(policy: Policy, images: ImageProcessing, rows: Sequence[TrainingRow]) -> PackedBatch:
-    prepared = {span.digest: images.prepared(span.digest) for row in rows for span in row.images}
-    return collate(rows, range(len(rows)), images=image_source(policy.causal_lm.config, prepared))
+    return collate(rows, range(len(rows)), images=image_source(policy.causal_lm.config, images.prepared))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -38,6 +38,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
         with forks_for_spawns():
             engine = EmbeddedEngine(settings, loop=loop, log_path=directory / "engine.log", images=images)
         yield Seeing(
+            family="qwen3_vl",
             loop=loop,
             engine=engine,
             model=AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval(),
