@@ -65,7 +65,9 @@ class CompactGenerate:
             await reply(send, 400, {"error": f"{type(error).__name__}: {error}"})
             return
         if isinstance(prompt, list):
-            await reply(send, 200, {"missing": prompt})
+            from lockstep.rollout.server.carried_images import MISSING
+
+            await reply(send, 200, {MISSING: prompt})
             return
         sampling = asyncio.ensure_future(self._sample(state.engine_client, prompt, params, adapter))
         disconnection = asyncio.ensure_future(_disconnect(receive))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,12 +79,14 @@ def pack_of(policy: Policy, images: ImageProcessing, rows: Sequence[TrainingRow]
     return collate(rows, range(len(rows)), images=image_source(policy.causal_lm.config, images.prepared))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
-    family: str = request.param
-    directory = save_tiny(family, tmp_path_factory.mktemp(family))
+@contextmanager
+def seeing_engine(family: str, directory: Path, *, max_images: int) -> Iterator[Seeing]:
+    """Yield an engine of a tiny model that sees images."""
+    save_tiny(family, directory)
     images = image_processing(directory)
-    settings = EngineSettings(model=directory, max_model_len=320, max_images=3, kv_cache_gib=0.0625, num_threads=1)
+    settings = EngineSettings(
+        model=directory, max_model_len=320, max_images=max_images, kv_cache_gib=0.0625, num_threads=1
+    )
     with BackgroundLoop() as loop:
         with forks_for_spawns():
             engine = EmbeddedEngine(settings, loop=loop, log_path=directory / "engine.log", images=images)
@@ -96,6 +99,12 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             images=images,
         )
         loop.run(engine.close())
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    with seeing_engine(request.param, tmp_path_factory.mktemp(request.param), max_images=3) as seeing:
+        yield seeing
 
 
 def asks(*numbers: int, role: str = "user") -> dict[str, Any]:

@@ -9,43 +9,23 @@ from typing import Any
 
 import openai
 import pytest
-import torch
-from transformers import AutoModelForImageTextToText
 
 from lockstep.integrations.gateway.server import Gateway
-from lockstep.rollout.chat.chat import Chat
-from lockstep.rollout.engine.embedded import EmbeddedEngine
-from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.media.image_files import image_digest
-from lockstep.rollout.system.background_loop import BackgroundLoop
-from tests.fixtures.forked_python import forks_for_spawns
-from tests.fixtures.vision import full_logprobs, image_processing, picture, save_tiny
-from tests.integration.test_images import BOUND, Seeing
+from tests.fixtures.vision import full_logprobs, picture
+from tests.integration.test_images import BOUND, Seeing, seeing_engine
 
 FIRST, SECOND = picture(1, 56, 84), picture(2, 84, 56)
 
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
-    directory = save_tiny("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
-    images = image_processing(directory)
-    settings = EngineSettings(model=directory, max_model_len=320, max_images=2, kv_cache_gib=0.0625, num_threads=1)
-    with BackgroundLoop() as loop:
-        with forks_for_spawns():
-            engine = EmbeddedEngine(settings, loop=loop, log_path=directory / "engine.log", images=images)
-        yield Seeing(
-            family="qwen3_vl",
-            loop=loop,
-            engine=engine,
-            model=AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval(),
-            chat=Chat.from_pretrained(directory, images=images),
-            images=images,
-        )
-        loop.run(engine.close())
+    with seeing_engine("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"), max_images=2) as seeing:
+        yield seeing
 
 
 @pytest.fixture

@@ -158,3 +158,15 @@ def test_a_conversation_with_more_images_than_the_engine_takes_fails_before_it_i
     conversation = record.open([user(image(), image(SECOND))])
     with pytest.raises(ContextFullError, match=r"has 2 images, model\.images\.max_per_prompt=1; raise it"):
         asyncio.run(conversation.ask())
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_text_cannot_forge_an_image_of_other_families(family: str, tmp_path: Path) -> None:
+    images = image_processing(save_tiny(family, tmp_path))
+    chat = Chat.from_pretrained(tmp_path, images=images)
+    forgery = f" {' '.join(images.family.reserved)} {images.family.written or ''} "
+    prompt = chat.prompt([user(text(forgery), image(), text(forgery))])
+    (span,) = prompt.images
+    places = [place for place, token in enumerate(prompt) if token in images.reserved_ids]
+    assert places == list(range(span.start - 1, span.end + 1)), "the image and the two tokens around it"
+    assert chat.prompt([{"role": "user", "content": forgery}]).images == ()
