@@ -9,13 +9,14 @@ import torch
 from transformers import AutoProcessor
 
 from lockstep.rollout.chat.chat import Chat
-from lockstep.rollout.errors import ConfigError, DataError, TemplateError
+from lockstep.rollout.errors import ConfigError, DataError, EvidenceError, TemplateError
 from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.media.processing import ImageProcessing
 from lockstep.rollout.media.store import ImageStore
 from lockstep.rollout.records import image_parts
 from lockstep.rollout.weights.canary_prompt import canary_prompt
 from tests.fixtures.models import save_tiny_model
+from tests.fixtures.tokenizers import chat_tokenizer
 from tests.fixtures.vision import image_processing, picture, save_tiny
 
 
@@ -176,3 +177,13 @@ def test_the_prompt_of_a_canary_has_one_image_that_most_of_its_ids_see(families:
     assert images.reserved_ids.isdisjoint(others)
     assert len(prompt) - span.end > 15
     assert prompt == canary_prompt(images)
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+def test_every_token_that_only_an_image_or_a_video_brings_is_refused_when_sampled(
+    images: ImageProcessing, token: str
+) -> None:
+    sampled_id = chat_tokenizer("qwen2_5_vl").get_vocab()[token]
+    images.refuse_sampled([5, 6], "it")
+    with pytest.raises(EvidenceError, match=rf"^it: the sampled token 1 \(id {sampled_id}\) is one of .* not there$"):
+        images.refuse_sampled([5, sampled_id], "it")
