@@ -113,6 +113,7 @@ def asks(*numbers: int, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": [{"type": "text", "text": "see "}, *parts, {"type": "text", "text": " what?"}]}
 
 
+@pytest.mark.v2
 @pytest.mark.parametrize("numbers", [(), (1,), (1, 2), (2, 1, 1)])
 def test_sampled_tokens_have_the_logprobs_of_the_whole_model(seeing: Seeing, numbers: tuple[int, ...]) -> None:
     prompt = seeing.chat.prompt([asks(*numbers)])
