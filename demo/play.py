@@ -22,7 +22,7 @@ from lockstep.demo.vision import expanded, image_inputs
 from lockstep.rollout.chat.tool_calls import parse_hermes
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.mixed import environment_of
-from lockstep.rollout.episode.environment import Environment, RunsItself
+from lockstep.rollout.episode.environment import Environment, RunsItself, ShowsImages
 from lockstep.rollout.records import Message, image_parts
 
 MAX_TURN_TOKENS = 48
@@ -54,6 +54,8 @@ class Demonstration:
 async def begin(task: DemoTask, row: Row, tokenizer: PreTrainedTokenizerFast) -> Episode:
     environment = environment_of(make_environment(task.name), row)
     assert not isinstance(environment, RunsItself), "tasks of the demo have turns to play"
+    if isinstance(environment, ShowsImages):
+        environment.sees_images = task.draw_image is not None
     messages = await environment.reset(row)
     images: list[Image] = []
     if task.draw_image is not None:

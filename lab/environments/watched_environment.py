@@ -28,6 +28,7 @@ from lockstep.rollout.episode.environment import (
     HostsConversations,
     OpenConversation,
     RunsItself,
+    ShowsImages,
     Step,
 )
 from lockstep.rollout.errors import EvidenceError
@@ -85,6 +86,7 @@ class Watched:
     """An environment behind checks of its contract."""
 
     tools: Tools = ()
+    sees_images = False
 
     def __init__(self, environment: Environment, watch: Watch) -> None:
         self.inner = environment
@@ -98,6 +100,8 @@ class Watched:
     async def reset(self, example: Mapping[str, Any]) -> Sequence[Message]:
         """Return the first messages, or a placeholder after a fault, which the next step then raises."""
         self._row, self._row_before = example, copy.deepcopy(example)
+        if isinstance(self.inner, ShowsImages):
+            self.inner.sees_images = self.sees_images
         try:
             opening = await self._call("reset", lambda: self.inner.reset(example), opening_problem)
             self.tools = await self._call("tools", self._tools, tools_problem)

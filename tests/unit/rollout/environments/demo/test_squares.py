@@ -14,6 +14,7 @@ ROW = {"question": "which square is this?", "square": [124, 16, 80, "red", "rows
 
 async def test_zoom_returns_the_pixels_of_its_own_row_at_full_size():
     environment = make_environment("squares")
+    environment.sees_images = True
     await environment.reset(ROW)
     await make_environment("squares").reset(ROW | {"square": [12, 16, 80, "blue", "dots"]})
     step = await environment.step(use("zoom", quarter="top right"))
