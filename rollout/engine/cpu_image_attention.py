@@ -1,4 +1,4 @@
-"""Attention of the tokens of an image to all of it, on a CPU (Gemma 3).
+"""Gemma 3 with the attention of the tokens of an image to all of it, also on a CPU.
 
 vLLM hands each backend the ranges of images (`mm_req_doc_ranges`), and its CPU backend leaves them out without an
 error: the tokens of an image attend only to those before them, as text. The logprobs of a tiny Gemma 3 were wrong by
@@ -6,7 +6,8 @@ error: the tokens of an image attend only to those before them, as text. The log
 queries again, by torch.
 
 Only for prompts that are computed whole in one step, as Lockstep's CPU engines do for this model: without chunks and
-without cached prefixes (`rollout/engine/arguments.py`).
+without cached prefixes (`rollout/engine/arguments.py`). Registered with vLLM as the module of the model, so that other
+engines do not load it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
+from vllm.platforms import current_platform
 
-_REPAIRED = "_sees_images"
+__all__ = ["Gemma3ForConditionalGeneration"]
 
 
-def install() -> None:
-    """Let images attend to themselves, in engines built later; may be called repeatedly."""
+def _repair() -> None:
     from vllm.v1.attention.backends import cpu_attn
 
     build, forward = cpu_attn.CPUAttentionMetadataBuilder.build, cpu_attn.CPUAttentionBackendImpl.forward
-    if _REPAIRED in build.__dict__:
-        return
 
     @functools.wraps(build)
     def with_ranges(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -54,7 +54,6 @@ def install() -> None:
             ).view_as(output[start:end])
         return result
 
-    with_ranges.__dict__[_REPAIRED] = True
     cpu_attn.CPUAttentionMetadataBuilder.build = with_ranges
     cpu_attn.CPUAttentionBackendImpl.forward = with_images
 
@@ -85,3 +84,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale
     sees = places[None] > places[-len(query) :, None] - (window if window > 0 else len(key))
     heads_first = (part.transpose(0, 1)[None] for part in (query, key, value))
     return scaled_dot_product_attention(*heads_first, attn_mask=sees, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+if current_platform.is_cpu():
+    _repair()

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 
-from lockstep.rollout.engine import adapters, cpu_image_attention
+from lockstep.rollout.engine import adapters
 from lockstep.rollout.engine.repairs import (
     cpu_convolutions,
     cpu_delta_net,
@@ -42,6 +42,7 @@ TRANSPORTS = (
 """Weight transfers: name, modules of the engine's and the trainer's side, and the beginning of their class names."""
 
 ARCHITECTURES = {
+    "Gemma3ForConditionalGeneration": ("lockstep.rollout.engine.cpu_image_attention", "Gemma3ForConditionalGeneration"),
     "Glm4MoeLiteForCausalLM": ("lockstep.rollout.engine.repairs.latent_norms", "Glm4MoeLiteForCausalLM"),
     "PhimoeForCausalLM": ("vllm.model_executor.models.phimoe", "PhiMoEForCausalLM"),  # as transformers writes it
 }
@@ -82,7 +83,6 @@ def register() -> None:
     if current_platform.is_cpu():
         cpu_logprobs.install()
         cpu_delta_net.install()
-        cpu_image_attention.install()
         cpu_products.install()
         cpu_lora.install()
         cpu_convolutions.install()
