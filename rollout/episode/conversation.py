@@ -6,10 +6,11 @@ the chat template, the conversation is rendered again and the call tree branches
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.engine.protocol import Engine, Sampling
@@ -20,6 +21,8 @@ from lockstep.rollout.system.deadline import uncounted
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds: environments are made while settings are checked
     from lockstep.rollout.chat.chat import Chat
+
+T = TypeVar("T")
 
 
 def request_seed(*parts: object) -> int:
@@ -84,8 +87,8 @@ class Conversation:
             raise RuntimeError("this conversation waits for an answer; ask one thing at a time, or open another one")
         self._is_asking = True
         try:
-            self.add(new_messages)
-            prompt, seed = self._next_prompt(), request_seed(self._seed, self._num_turns)
+            prompt = await self._record.beside(lambda: self._next_prompt(new_messages))
+            seed = request_seed(self._seed, self._num_turns)
             call = await self._record.sample(prompt, images=prompt.images, seed=seed)
         finally:
             self._is_asking = False
@@ -96,7 +99,8 @@ class Conversation:
         self.last_call = call
         return message
 
-    def _next_prompt(self) -> PromptIds:
+    def _next_prompt(self, new_messages: Sequence[Message]) -> PromptIds:
+        self.add(new_messages)
         prompt = next_prompt(self._record.chat, self.last_call, self._messages, self._unanswered, self._tools)
         if self._record.chat.images is not None:
             self._record.chat.images.refuse_too_many(prompt)
@@ -128,6 +132,10 @@ class CallRecord:
         self._num_begun = 0
         self._num_opened = 0
         self._is_closed = False
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Return what work on messages returns. Images are read in a thread: one may take 0.3 s of all episodes."""
+        return work() if self.chat.images is None else await asyncio.to_thread(work)
 
     def open(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
         """Open a conversation beside the episode's own, seeded by its number: negative, since turns count from 0."""

@@ -122,7 +122,7 @@ class _Episode:
         await self._call("host", self._host)
         opening = await self._call("reset", lambda: environment.reset(example), opening_problem)
         tools = await self._call("tools", self._tools, tools_problem)
-        self.conversation = Conversation(record, opening, tools, seed=seed)
+        self.conversation = await record.beside(lambda: Conversation(record, opening, tools, seed=seed))
         status = await self._take_turns(self.conversation, max_turns=max_turns)
         if isinstance(environment, Concludes):
             with suppress(ContextFullError, CallLimitError):  # of a last question to the model; earlier samples count
@@ -144,7 +144,7 @@ class _Episode:
                     )
                 return RolloutStatus.CONTEXT_FULL if isinstance(limit, ContextFullError) else RolloutStatus.MAX_TURNS
             record.raise_failure()
-            conversation.add(step.messages)
+            await record.beside(lambda step=step: conversation.add(step.messages))
             _merge(self.outcome, step.outcome)
             if step.done:
                 assert conversation.last_call is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.conversation import CallRecord
+from lockstep.rollout.episode.environment import Step
+from lockstep.rollout.episode.episode import run_episode
 from lockstep.rollout.errors import ContextFullError, TemplateError
 from lockstep.rollout.media.image_files import image_digest
 from lockstep.rollout.media.processing import ImageProcessing
 from lockstep.rollout.media.store import ImageStore
-from lockstep.rollout.records import EngineCall, FinishReason, PromptIds
+from lockstep.rollout.records import EngineCall, FinishReason, Message, PromptIds
+from tests.fixtures.gateway import ScriptedEngine, says
 from tests.fixtures.tokenizers import chat_tokenizer
 from tests.fixtures.vision import image_processing, picture, save_tiny
 
@@ -170,3 +174,38 @@ def test_text_cannot_forge_an_image_of_other_families(family: str, tmp_path: Pat
     places = [place for place, token in enumerate(prompt) if token in images.reserved_ids]
     assert places == list(range(span.start - 1, span.end + 1)), "the image and the two tokens around it"
     assert chat.prompt([{"role": "user", "content": forgery}]).images == ()
+
+
+async def test_images_are_read_beside_the_event_loop(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one takes up to 0.3 s, in which no other episode could go on."""
+    threads: dict[str, set[int]] = {"read": set(), "expanded": set()}
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *arguments: threads[name].add(get_ident()) or function(*arguments)
+
+    assert chat.images is not None
+    monkeypatch.setattr(chat.images, "with_digests", noted("read", chat.images.with_digests))
+    monkeypatch.setattr(chat.images, "expanded", noted("expanded", chat.images.expanded))
+
+    class Shows:
+        tools = ()
+
+        async def reset(self, example: Mapping[str, Any]) -> list[Message]:
+            return [user(image(), text("and then?"))]
+
+        async def step(self, message: Message) -> Step:
+            return Step(messages=[user(image(SECOND))])
+
+    rollout = await run_episode(
+        engine=ScriptedEngine(says(chat.tokenizer, "a door<|im_end|>")),
+        chat=chat,
+        environment=Shows(),
+        example={},
+        sampling=Sampling(max_tokens=8, stop_token_ids=chat.stop_token_ids),
+        max_turns=2,
+        rollout_id=0,
+        group_id=0,
+        seed=0,
+    )
+    assert [call.images[-1].digest for call in rollout.calls] == [image_digest(FIRST), image_digest(SECOND)]
+    assert all(found and get_ident() not in found for found in threads.values()), threads

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import datasets
@@ -24,7 +25,7 @@ from lockstep.trainer.checks.scale import overlap_warnings
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.given_rows import given_rows
-from lockstep.trainer.data.prompts import DataSet, load_data_set, training_data
+from lockstep.trainer.data.prompts import DataSet, Prompts, load_data_set, training_data
 
 
 def picture(number: int) -> Image.Image:
@@ -124,6 +125,23 @@ def test_paths_and_data_urls_of_json(folder: Path, column: str, suffix: str) -> 
     ):
         path = write_json(folder / f"rows{suffix}", [{**ASKED, column: value}])
         check_row(loaded(path), *(PARTS[number] for number in numbers), column=column)
+
+
+def test_rows_of_a_step_are_read_side_by_side_and_keep_their_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"what is {i}?", "answer": "x", "image": f"pictures/{i % 3}.png"} for i in range(3)]
+    data = loaded(write_json(folder / "rows.jsonl", rows))
+    serial = [data[index] for index in range(3)]
+    both, read = Barrier(2, timeout=60), DataSet.__getitem__
+
+    def meet(data: DataSet, index: int) -> Any:
+        if index < 2:
+            both.wait()
+        return read(data, index)
+
+    monkeypatch.setattr(DataSet, "__getitem__", meet)
+    assert Prompts([data], seed=0, shuffle=False).take(3) == serial
 
 
 def test_paths_of_csv(folder: Path) -> None:
