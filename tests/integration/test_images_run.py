@@ -139,8 +139,9 @@ def test_engine_and_trainer_agree_while_the_tower_is_trained(directory: Path) ->
 
 
 @pytest.mark.long
-def test_two_ranks_train_adapters_of_the_language_part_only(directory: Path) -> None:
-    steps = train(directory, "adapters", ranks=2, **{"model.lora.rank": 4, "algorithm.kl_coef": 0.05})
+def test_two_ranks_with_their_own_engines_train_adapters_of_the_language_part_only(directory: Path) -> None:
+    changes = {"rollout": "colocated", "model.lora.rank": 4, "algorithm.kl_coef": 0.05}
+    steps = train(directory, "adapters", ranks=2, **changes)
     assert largest_difference(steps) < 1e-4
     assert tower_change(directory, "adapters") == 0
 
