@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -36,13 +37,14 @@ from lockstep.rollout.engine.protocol import BASE, POLICY, Sampling
 from lockstep.rollout.engine.token_scores import TokenScores, token_scores
 from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
 from lockstep.rollout.records import EngineCall, ImageSpan
-from lockstep.rollout.server.client import ServerClient, wait_until_healthy
+from lockstep.rollout.server.client import ATTEMPTS, ServerClient, wait_until_healthy
 from lockstep.rollout.server.generate_route import ROUTE, decode_answer, decode_array, decode_scores
 from lockstep.rollout.server.liveness import Liveness
 from lockstep.rollout.system.background_loop import BackgroundLoop
 
 if TYPE_CHECKING:
     from lockstep.rollout.media.processing import ImageProcessing
+    from lockstep.rollout.server.image_features import ImageFeatures
 
 T = TypeVar("T")
 
@@ -74,6 +76,8 @@ class ServerFacts:
     quantization: str | None = None
     max_images: int = 0
     """Most images of a prompt."""
+    keeps_images: bool = False
+    """True if vLLM's own route takes images that it was sent before by their hash."""
 
 
 class ServerEngine:
@@ -131,11 +135,8 @@ class ServerEngine:
         self.quantization = facts.quantization
         self.max_images = facts.max_images
         self._images = images
-        if images is not None and self._route != ROUTE:
-            raise ConfigError(
-                f"{self.name} has no route for images; start it with `lockstep serve-engine`, which adds "
-                "--middleware lockstep.rollout.server.generate_route.CompactGenerate"
-            )
+        self._kept_images: set[str] | None = set() if facts.keeps_images else None
+        """Digests of images that vLLM's own route was sent, and may have kept; None: it keeps none."""
         self.weight_transfer_backend = facts.weight_transfer_backend
         self.vocab_size = vocab_size
         self._sent_labels: set[str] = set()
@@ -176,8 +177,9 @@ class ServerEngine:
         if not images:
             return read_scores(await self._score(ids), ids, source=self.name)
         check_prompt(ids, max_model_len=self.context, vocab_size=self.vocab_size)
-        answer = await self._sample(ROUTE, ids, score_params(), POLICY, images)
-        scored_ids, logprobs, _ = read_top_scores(answer, ids, 0, source=self.name, is_compact=True)
+        answer = await self._sample(self._route, ids, score_params(), POLICY, images)
+        is_compact = self._route == ROUTE
+        scored_ids, logprobs, _ = read_top_scores(answer, ids, 0, source=self.name, is_compact=is_compact)
         if scored_ids != list(ids[1:]):
             raise EvidenceError(f"{self.name}: the logprobs do not belong to the {len(ids)} ids that were sent")
         return logprobs
@@ -222,6 +224,8 @@ class ServerEngine:
             await self._client.post("/pause?mode=keep&clear_cache=false", timeout_s=CONTROL_TIMEOUT_S)
         # Draining takes as long as the longest request.
         await self._client.post(f"/pause?mode={mode}&clear_cache=true", timeout_s=self._request_timeout_s)
+        if self._kept_images:
+            self._kept_images.clear()
 
     async def resume(self) -> None:
         await self._client.post("/resume", timeout_s=CONTROL_TIMEOUT_S)
@@ -270,6 +274,12 @@ class ServerEngine:
             return await self._posted(route, body, model)
         if self._images is None:
             refuse_images(images, source=self.name)
+        if route == GENERATE:
+
+            async def post(fields: dict[str, Any], attempts: int) -> Any:
+                return await self._posted(route, {**body, **fields}, model, attempts)
+
+            return await self._features.answer(ids, images, post)
         from lockstep.rollout.server.carried_images import MISSING, image_fields  # runs without images do not load it
 
         assert self._images is not None
@@ -281,7 +291,20 @@ class ServerEngine:
                 return answer
             missing = [str(digest) for digest in answer[MISSING]]
 
-    async def _posted(self, route: str, body: dict[str, Any], model: str) -> Any:
+    @cached_property
+    def _features(self) -> ImageFeatures:
+        from lockstep.rollout.server.image_features import ImageFeatures
+
+        assert self._images is not None
+        return ImageFeatures(
+            self._images,
+            max_images=self.max_images,
+            dtype=self.dtype,
+            kept=self._kept_images,
+            source=self.name,
+        )
+
+    async def _posted(self, route: str, body: dict[str, Any], model: str, attempts: int = ATTEMPTS) -> Any:
         if not self.takes_adapters:
             refuse_adapter(model, source=self.name)
         elif model != BASE:
@@ -294,7 +317,8 @@ class ServerEngine:
                 "weight sync did not end, or raise rollout.request_timeout_s"
             ) from None
         try:
-            return await self._liveness.guard(self._client.post(route, body, timeout_s=self._request_timeout_s))
+            post = self._client.post(route, body, timeout_s=self._request_timeout_s, attempts=attempts)
+            return await self._liveness.guard(post)
         except RequestError as error:
             try:
                 await self._probe()
@@ -338,6 +362,7 @@ def read_facts(url: str, described: Any) -> ServerFacts:
             max_rank=integer((config.get("lora_config") or {}).get("max_lora_rank", 0)),
             quantization=None if model.get("quantization") is None else str(model["quantization"]),
             max_images=_max_images(model.get("multimodal_config") or {}),
+            keeps_images=_keeps_images(model.get("multimodal_config") or {}, parallel),
         )
         normalizes = bool((model.get("multimodal_config") or {}).get("mm_device_do_normalize"))
         logprobs_mode = str(model["logprobs_mode"])
@@ -464,6 +489,12 @@ def _max_images(config: Mapping[str, Any]) -> int:
     """Return the limit of images of a prompt, which vLLM describes as a number or as options."""
     limit = (config.get("limit_per_prompt") or {}).get("image", 0)
     return integer(limit.get("count", 0) if isinstance(limit, Mapping) else limit)
+
+
+def _keeps_images(config: Mapping[str, Any], parallel: Mapping[str, Any]) -> bool:
+    """True if the engine core has a cache of images; without one, a request that names an image by hash kills it."""
+    is_one = parallel["data_parallel_size"] == parallel.get("_api_process_count") == 1
+    return is_one and config.get("mm_processor_cache_type") == "lru" and number(config["mm_processor_cache_gb"]) > 0
 
 
 def _count(value: Any) -> int:

@@ -77,7 +77,8 @@ def connect_servers(
             raise ConfigError(
                 f"{engine.name} takes {engine.max_images} images of a prompt, and this run has model.images."
                 f"max_per_prompt={model.images.max_per_prompt}; restart it with `lockstep serve-engine "
-                f"model.images.max_per_prompt={model.images.max_per_prompt}`"
+                f"model.images.max_per_prompt={model.images.max_per_prompt}`, or with --limit-mm-per-prompt "
+                f"""'{{"image": {model.images.max_per_prompt}}}'"""
             )
         check_adapters(engine, model)
         check_quantization(engine, rollout.quantization, stored=stored_method(model_config))

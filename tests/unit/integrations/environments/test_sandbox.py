@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import time
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lockstep.integrations.environments.sandbox import SandboxEnvironment, result_text
 from lockstep.rollout.environments import make_environment
@@ -258,3 +260,125 @@ def test_without_isolation_root_is_refused(monkeypatch):
 def test_the_text_of_a_result(execution, text):
     whole = {"ended": Ended.EXITED, "status": 0, "stdout": "", "stderr": "", **execution}
     assert result_text(Execution(**whole), 2.5) == text
+
+
+def image_file(width: int, height: int, color: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def writes(**files: bytes) -> str:
+    """Return a program that writes PNG files to images/."""
+    lines = [
+        f"open('images/{name}.png', 'wb').write(bytes.fromhex('{content.hex()}'))" for name, content in files.items()
+    ]
+    return "\n".join(["import os", "os.makedirs('images', exist_ok=True)", *lines])
+
+
+async def shown(*programs: str, sees_images: bool = True, **settings: Any) -> list[Any]:
+    """Return the content of the results of Python programs of one episode."""
+    environment = make_environment("sandbox", **{"max_images": 2, **settings})
+    assert isinstance(environment, SandboxEnvironment)
+    environment.sees_images = sees_images
+    calls = [
+        {"id": str(n), "function": {"name": "python", "arguments": {"code": code}}} for n, code in enumerate(programs)
+    ]
+    try:
+        await environment.reset({"question": "go"})
+        step = await environment.step({"role": "assistant", "content": "", "tool_calls": calls})
+    finally:
+        await environment.close()
+    return [message["content"] for message in step.messages]
+
+
+def summary(content: Any) -> list[Any]:
+    """Return texts, and colors and sizes of images."""
+    if isinstance(content, str):
+        return [content]
+    return [
+        part["text"] if part["type"] == "text" else (part["image"].getpixel((0, 0)), part["image"].size)
+        for part in content
+    ]
+
+
+@contained
+class TestImages:
+    async def test_new_files_are_shown_once_with_the_result(self):
+        red, blue = image_file(3, 2), image_file(5, 4, color="blue")
+        found = await shown(
+            "print(1)", writes(b=blue, a=red), "print(2)", writes(b=red), "import os; print(os.listdir('images'))"
+        )
+        assert summary(found[0]) == ["exit status 0\n1"]
+        assert summary(found[1]) == ["exit status 0", ((255, 0, 0), (3, 2)), ((0, 0, 255), (5, 4))]
+        assert summary(found[2]) == ["exit status 0\n2"]
+        assert summary(found[3]) == ["exit status 0", ((255, 0, 0), (3, 2))]
+        assert "a.png" in found[4], "files stay"
+
+    async def test_more_images_than_are_shown_are_counted(self):
+        (found,) = await shown(writes(a=image_file(1, 1), b=image_file(2, 2), c=image_file(3, 3)))
+        assert summary(found)[1:] == [
+            ((255, 0, 0), (1, 1)), ((255, 0, 0), (2, 2)), "[images/ has 3 new files, 2 are shown]"
+        ]  # fmt: skip
+
+    async def test_files_that_are_no_usable_image_are_named(self):
+        bomb = image_file(9000, 9000)
+        large = "open('images/a.png', 'wb').write(bytes(2 * 2**20))"
+        found = await shown(
+            writes(a=b"no image", b=image_file(1, 1)),
+            writes(a=bomb),
+            f"{writes()}\n{large}",
+            "import os\nos.mkdir('images/c.png')\nos.symlink('/nowhere', 'images/d.png')\nos.mkfifo('images/e.png')",
+        )
+        text, problem, image = summary(found[0])
+        assert (text, image) == ("exit status 0", ((255, 0, 0), (1, 1)))
+        assert problem.startswith("[new file 1 of images/: the image cannot be read: cannot identify image file")
+        assert "it has 9000 x 9000 pixels" in found[1]
+        assert found[2] == "exit status 0\n[new file 1 of images/ is larger than 1048576 bytes]"
+        assert found[3] == "exit status 0"
+
+    async def test_a_folder_that_cannot_be_read_is_a_text(self):
+        lies = r"""
+print('9' * 9000 + '\nA' * 9)
+def b64encode(_): return b'-'
+"""
+        blocked, shadowed, lying = await shown(
+            f"{writes()}\nos.mkfifo('images/.shown')",
+            "import os\nos.remove('images/.shown')\nopen('base64.py', 'w').write('raise ValueError(7)')",
+            f"open('base64.py', 'w').write({lies!r})",
+            timeout_s=4.0,
+        )
+        assert blocked == "exit status 0\n[images/ could not be read: timeout]"
+        assert shadowed.startswith("exit status 0\n[images/ could not be read: ")
+        assert "ValueError: 7" in shadowed
+        assert lying.count("[Invalid base64-encoded string") == 2
+        assert lying.endswith("[images/ has 999999999 new files, 2 are shown]")
+
+    async def test_outputs_keep_their_limit(self):
+        (found,) = await shown("import sys\nprint('x' * 500)\nprint('y' * 500, file=sys.stderr)", output_bytes=100)
+        assert found == f"exit status 0\n{'x' * 100}\n[output cut here]\nstderr:\n{'y' * 100}\n[stderr cut here]"
+
+    async def test_a_model_of_text_is_told_that_it_sees_none(self):
+        (found,) = await shown(writes(a=image_file(1, 1)), sees_images=False)
+        assert found == "error: python: it returned an image, which the model does not see"
+
+    async def test_without_the_setting_nothing_is_read(self):
+        (found,) = await shown(writes(a=image_file(1, 1)), max_images=0)
+        assert found == "exit status 0"
+
+
+def test_only_with_images_the_tools_say_so() -> None:
+    plain, showing = SandboxEnvironment(), SandboxEnvironment(max_images=3)
+    for one, other in zip(plain.tools, showing.tools, strict=True):
+        text = one["function"]["description"]
+        assert "images" not in text
+        assert (
+            other["function"]["description"]
+            == f"{text} Image files that it writes to images/ are shown to you, 3 per call."
+        )
+
+
+@pytest.mark.parametrize("value", [-1, True, "2", 65])
+def test_a_wrong_number_of_images_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.settings\.max_images=.* must be an integer from 0 to 64"):
+        make_environment("sandbox", max_images=value)
