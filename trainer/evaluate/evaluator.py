@@ -273,7 +273,9 @@ class _Process:
                 return replace(evaluation, tasks=run)
 
     def _chat(self) -> Chat:
-        return make_chat(self.config.model, history=self.config.environment.history)
+        output = self.config.eval.output
+        media = None if output is None else Path(output).expanduser().parent / "media"  # images of its rollouts
+        return make_chat(self.config.model, history=self.config.environment.history, media=media)
 
     def _evaluate_sets(
         self, data: Mapping[str, DataSet], engine: EnginePool, chat: Chat, *, model: str = POLICY
