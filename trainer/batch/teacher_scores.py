@@ -33,24 +33,16 @@ class TeacherRow:
 
     @classmethod
     def plain(cls, row: TrainingRow) -> TeacherRow:
-        """Return the row's own ids."""
-        return cls(ids=row.ids[: _end(row)], images=_images(row, start=0))
+        """Return the row's own ids and images."""
+        return cls.after(PromptIds(), row, start=0)
 
     @classmethod
     def after(cls, prompt: PromptIds, row: TrainingRow, *, start: int) -> TeacherRow:
-        """Return the row's ids from `start` on, after another prompt."""
-        ids = np.concatenate([np.asarray(prompt, dtype=np.int64), row.ids[start : _end(row)]])
-        shift = len(prompt) - start
-        images = (*prompt.images, *(image.shifted(shift) for image in _images(row, start=start)))
-        return cls(ids=ids, start=start, shift=shift, images=images)
-
-
-def _end(row: TrainingRow) -> int:
-    return int(np.flatnonzero(row.loss_mask)[-1]) + 1
-
-
-def _images(row: TrainingRow, *, start: int) -> tuple[ImageSpan, ...]:
-    return tuple(image for image in row.images if start <= image.start < _end(row))
+        """Return the row's ids and images from `start` on, after another prompt."""
+        end, shift = int(np.flatnonzero(row.loss_mask)[-1]) + 1, len(prompt) - start
+        ids = np.concatenate([np.asarray(prompt, dtype=np.int64), row.ids[start:end]])
+        images = (image.shifted(shift) for image in row.images if start <= image.start < end)
+        return cls(ids=ids, start=start, shift=shift, images=(*prompt.images, *images))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

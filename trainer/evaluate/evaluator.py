@@ -273,8 +273,7 @@ class _Process:
                 return replace(evaluation, tasks=run)
 
     def _chat(self) -> Chat:
-        output = self.config.eval.output
-        media = None if output is None else Path(output).expanduser().parent / "media"  # images of its rollouts
+        media = Path(output).expanduser().parent / "media" if (output := self.config.eval.output) else None
         return make_chat(self.config.model, history=self.config.environment.history, media=media)
 
     def _evaluate_sets(
