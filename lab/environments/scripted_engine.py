@@ -23,7 +23,7 @@ class CannotScore:
     async def score_ranked(self, ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[list[float], list[int]]:
         raise EngineError("this engine has no model and cannot score")
 
-    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+    async def score_top(self, ids: Sequence[int], top_k: int, images: Sequence[ImageSpan] = ()) -> TokenScores:
         raise EngineError("this engine has no model and cannot score")
 
     async def close(self) -> None: ...

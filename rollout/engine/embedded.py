@@ -239,12 +239,12 @@ class EmbeddedEngine:
             raise EvidenceError(f"engine score: the logprobs do not belong to the {len(ids)} ids that were sent")
         return list(flat.logprobs), [int(rank or 0) for rank in flat.ranks]
 
-    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+    async def score_top(self, ids: Sequence[int], top_k: int, images: Sequence[ImageSpan] = ()) -> TokenScores:
         """See `Engine.score_top`."""
         from vllm.logprobs import FlatLogprobs
 
         check_prompt(ids, max_model_len=self._context, vocab_size=self.vocab_size)
-        output = await self._request(ids, score_params(top_k))
+        output = await self._request(ids, score_params(top_k), images=images)
         flat = output.prompt_logprobs
         if not isinstance(flat, FlatLogprobs):
             raise EvidenceError(f"engine score: no logprobs for the {len(ids)} ids that were sent")

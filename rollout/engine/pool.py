@@ -65,11 +65,11 @@ class EnginePool:
         finally:
             self._in_flight[index] -= 1
 
-    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+    async def score_top(self, ids: Sequence[int], top_k: int, images: Sequence[ImageSpan] = ()) -> TokenScores:
         index = self._least_loaded()
         self._in_flight[index] += 1
         try:
-            return await self.members[index].score_top(ids, top_k)
+            return await self.members[index].score_top(ids, top_k, images)
         finally:
             self._in_flight[index] -= 1
 

@@ -119,7 +119,7 @@ class Engine(Protocol):
         """Return the scores of `score`, and the rank of each scored token in its distribution; 1: the most probable."""
         ...
 
-    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+    async def score_top(self, ids: Sequence[int], top_k: int, images: Sequence[ImageSpan] = ()) -> TokenScores:
         """Return the scores of `score` with the `top_k` most probable tokens at each position, at most `MAX_SUPPORT`.
 
         Raises `EvidenceError` for scores that are missing, not finite, or of other tokens.

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from lockstep.rollout.errors import ConfigError, ContextFullError, EvidenceError, LockstepError, TemplateError
@@ -62,6 +64,8 @@ class Family:
     """Text for the tokenizer in its place, with one image token."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the image processor."""
+    type_ids: str = "mm_token_type_ids"
+    """Argument of the model in transformers with 1 for each image token, and 0 for others."""
     engine_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that vLLM alone takes, of one image."""
 
@@ -82,6 +86,7 @@ _GEMMA = Family(
     written="<start_of_image>",
     rendered="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
     options={"do_pan_and_scan": False},  # as transformers' processor of the whole model, which has its own default
+    type_ids="token_type_ids",
     engine_tensors={"num_patches": torch.ones(1, dtype=torch.int64)},
 )
 _QWEN_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
@@ -133,15 +138,18 @@ class ImageProcessing:
         store: ImageStore,
         trust_remote_code: bool = False,
         max_per_prompt: int | None = None,
+        setting: str = "model.path",
     ) -> ImageProcessing:
-        """Load the image processor of a model. Raises `ConfigError` if it has none, or is of an unknown family."""
+        """Load the image processor of a model. Raises `ConfigError` if it has none, or is of an unknown family.
+
+        setting: name of the path's setting, for errors."""
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             family = FAMILIES.get(config.model_type)
             if family is None:
                 raise ConfigError(
-                    f"model.path={path}: images are not supported for model type {config.model_type}, only for "
-                    f"{', '.join(FAMILIES)}"
+                    f"{setting}={path}: images are not supported for model type {config.model_type}, only for "
+                    f"{', '.join(FAMILIES)}; set {setting} to such a model, or model.images.max_per_prompt=0"
                 )
             processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
             vocabulary = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code).get_vocab()
@@ -149,7 +157,7 @@ class ImageProcessing:
             raise
         except Exception as error:  # of many kinds, for damaged files
             raise ConfigError(
-                f"model.path={path}: no loadable image processor ({error_text(error)}); set model.path to a directory "
+                f"{setting}={path}: no loadable image processor ({error_text(error)}); set {setting} to a directory "
                 "with preprocessor_config.json, config.json and a tokenizer"
             ) from error
         return cls(
@@ -160,6 +168,19 @@ class ImageProcessing:
             store=store,
             max_per_prompt=max_per_prompt,
         )
+
+    def difference(self, other: ImageProcessing) -> str | None:
+        """Return in words what another model reads in another way; None if it can be given the same ids and tensors."""
+        if other.family is not self.family:
+            return f"its images are {other.family.image_token}, expected {self.family.image_token}"
+        found, expected = other._processor.to_dict(), self._processor.to_dict()
+        for name in sorted(found.keys() | expected.keys()):
+            # Names of classes differ between versions of transformers that wrote the files.
+            if not name.endswith(("_type", "_class")) and found.get(name) != expected.get(name):
+                return f"its image processor has {name}={found.get(name)}, expected {expected.get(name)}"
+        blank = Image.new("RGB", (224, 168))
+        counts = [one.prepared(one.store.add(blank)).num_tokens for one in (other, self)]
+        return None if counts[0] == counts[1] else f"it has {counts[0]} tokens for an image, expected {counts[1]}"
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the image processor, for `from_pretrained`."""
@@ -258,3 +279,14 @@ class ImageProcessing:
                 f"{error_text(error)}"
             ) from error
         return PreparedImage(digest=digest, tensors=tensors, num_tokens=num_tokens)
+
+
+def refuse_other_images(policy: str, setting: str, path: str, *, trust_remote_code: bool) -> None:
+    """Raise `ConfigError` unless the model at `path` takes the images of the model at `policy` as that takes them."""
+    load = partial(ImageProcessing.from_pretrained, store=ImageStore(), trust_remote_code=trust_remote_code)
+    own, other = load(policy), load(path, setting=setting)
+    if (difference := own.difference(other)) is not None:
+        raise ConfigError(
+            f"{setting}={path} reads images in another way than model.path={policy}: {difference}; set {setting} to a "
+            "model that was trained with the policy's image processor"
+        )

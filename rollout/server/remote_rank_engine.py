@@ -97,7 +97,7 @@ class EngineService:
         return await self._engine.score_ranked(body["ids"], _spans(body))
 
     async def _score_top(self, body: Any) -> dict[str, Any]:
-        scores = await self._engine.score_top(body["ids"], body["top_k"])
+        scores = await self._engine.score_top(body["ids"], body["top_k"], _spans(body))
         arrays = {name: encode_array(getattr(scores, name)) for name in SCORE_ARRAYS}
         return {**arrays, "version": scores.version}
 
@@ -142,8 +142,9 @@ class RemoteRankEngine:
         except (TypeError, ValueError) as error:
             raise EvidenceError(f"{self.name}: the logprobs of {len(ids)} ids are not numbers ({error})") from error
 
-    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
-        answer = await self._ask("/score_top", {"ids": list(ids), "top_k": top_k})
+    async def score_top(self, ids: Sequence[int], top_k: int, images: Sequence[ImageSpan] = ()) -> TokenScores:
+        body = {"ids": list(ids), "top_k": top_k, "images": list(map(asdict, images))}
+        answer = await self._ask("/score_top", body)
         try:
             arrays = {name: np.asarray(decode_array(answer[name])) for name in SCORE_ARRAYS}
             return TokenScores(ids=np.asarray(ids, dtype=np.int64), version=integer(answer["version"]), **arrays)

@@ -190,10 +190,10 @@ class ServerEngine:
         answer = await self._score(ids)
         return read_scores(answer, ids, source=self.name), read_ranks(answer, ids, source=self.name)
 
-    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+    async def score_top(self, ids: Sequence[int], top_k: int, images: Sequence[ImageSpan] = ()) -> TokenScores:
         """See `Engine.score_top`."""
         check_prompt(ids, max_model_len=self.context, vocab_size=self.vocab_size)
-        answer = await self._sample(self._route, ids, score_params(top_k), POLICY)
+        answer = await self._sample(self._route, ids, score_params(top_k), POLICY, images)
         scored_ids, logprobs, labels = read_top_scores(
             answer, ids, top_k, source=self.name, is_compact=self._route == ROUTE
         )

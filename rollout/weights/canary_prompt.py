@@ -16,12 +16,15 @@ IDS_BEFORE = 4
 """Ids before the image. The others see it, and so the vision tower."""
 
 
-def canary_prompt(images: ImageProcessing) -> PromptIds:
-    """Return ids that are spread over the vocabulary, with an image of color gradients, which goes into the store."""
+def canary_prompt(images: ImageProcessing, vocab_size: int | None = None) -> PromptIds:
+    """Return ids that are spread over the vocabulary, with an image of color gradients, which goes into the store.
+
+    vocab_size: number of ids; None: those of the images' model.
+    """
     linear, radial = Image.linear_gradient("L"), Image.radial_gradient("L")
     pattern = Image.merge("RGB", (linear, linear.rotate(90), radial)).crop((0, 0, *SIZE))
     image = images.prepared(images.store.add(pattern))
-    ids = [token for token in canary_ids(images.vocab_size) if token not in images.reserved_ids]
+    ids = [token for token in canary_ids(vocab_size or images.vocab_size) if token not in images.reserved_ids]
     opening, closing = images.around_ids
     before = [*ids[:IDS_BEFORE], opening]
     span = ImageSpan(start=len(before), end=len(before) + image.num_tokens, digest=image.digest)

@@ -30,9 +30,10 @@ DIGEST_BYTES = 16
 
 
 def row_digest(row: TrainingRow) -> bytes:
-    """Return a digest of what a teacher scores of a row: ids and loss mask up to the last trained token."""
-    ids = TeacherRow.plain(row).ids
-    content = ids.astype(np.int64).tobytes() + row.loss_mask[: len(ids)].astype(np.uint8).tobytes()
+    """Return a digest of what a teacher scores of a row: ids, loss mask and images up to the last trained token."""
+    scored = TeacherRow.plain(row)
+    content = scored.ids.astype(np.int64).tobytes() + row.loss_mask[: len(scored.ids)].astype(np.uint8).tobytes()
+    content += "".join(image.digest for image in scored.images).encode()
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.rollout.engine.token_scores import TokenScores, check_tokens, check_values
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import TrainingRow
+from lockstep.rollout.records import ImageSpan, PromptIds, TrainingRow
 
 PREFIX = "teacher_"
 """Beginning of the names of its arrays in a serialized batch."""
@@ -29,21 +29,20 @@ class TeacherRow:
     """Position in the row from which the teacher's ids are those of the row; before it, it may see others."""
     shift: int = 0
     """The teacher's position of these ids less that in the row."""
+    images: tuple[ImageSpan, ...] = ()
 
     @classmethod
     def plain(cls, row: TrainingRow) -> TeacherRow:
-        """Return the row's own ids."""
-        return cls(ids=row.ids[: _end(row)])
+        """Return the row's own ids and images."""
+        return cls.after(PromptIds(), row, start=0)
 
     @classmethod
-    def after(cls, prompt: Sequence[int], row: TrainingRow, *, start: int) -> TeacherRow:
-        """Return the row's ids from `start` on, after another prompt."""
-        ids = np.concatenate([np.asarray(prompt, dtype=np.int64), row.ids[start : _end(row)]])
-        return cls(ids=ids, start=start, shift=len(prompt) - start)
-
-
-def _end(row: TrainingRow) -> int:
-    return int(np.flatnonzero(row.loss_mask)[-1]) + 1
+    def after(cls, prompt: PromptIds, row: TrainingRow, *, start: int) -> TeacherRow:
+        """Return the row's ids and images from `start` on, after another prompt."""
+        end, shift = int(np.flatnonzero(row.loss_mask)[-1]) + 1, len(prompt) - start
+        ids = np.concatenate([np.asarray(prompt, dtype=np.int64), row.ids[start:end]])
+        images = (image.shifted(shift) for image in row.images if start <= image.start < end)
+        return cls(ids=ids, start=start, shift=shift, images=(*prompt.images, *images))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

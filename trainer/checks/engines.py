@@ -9,7 +9,6 @@ from lockstep.rollout.system.addresses import is_loopback
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.outputs_settings import ServerConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig
-from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 
 EXAMPLE = "[http://127.0.0.1:8000]"
@@ -45,14 +44,8 @@ def engine_problems(
         )
 
 
-def image_problems(model: ModelConfig, teacher: TeacherConfig) -> Iterator[str]:
+def image_problems(model: ModelConfig) -> Iterator[str]:
     """Yield one sentence per setting under which images cannot be seen."""
-    limit = f"model.images.max_per_prompt={model.images.max_per_prompt}"
-    if teacher.scores:
-        yield (
-            f"{limit}: a teacher scores text alone, found teacher.source={teacher.source}; set teacher.path=null "
-            "teacher.source=model, or model.images.max_per_prompt=0"
-        )
     if model.images.train_tower and model.lora.rank:
         yield (
             f"model.images.train_tower=true: with adapters (model.lora.rank={model.lora.rank}) the vision tower stays "

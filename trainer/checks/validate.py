@@ -76,7 +76,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
         problems += launch_problems(config.optimizer, config.model)
         problems += model_problems(config.model, config.teacher)
         if config.model.sees_images:
-            problems += image_problems(config.model, config.teacher)
+            problems += image_problems(config.model)
         problems += data_problems(config.data, config.eval.sets, config.environment)
         prompts = [*config.data.training_sets().values(), *heldout] if config.has_rollouts else []
         problems += _demonstration_problems(

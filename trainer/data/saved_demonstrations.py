@@ -7,6 +7,8 @@
 Nothing is tokenized again, so the ids must mean to the student what they meant to the model that sampled them: its
 tokenizer and chat template are compared with the student's. They are those of `model/` in the run directory, or of the
 model that config.yaml or the JSON file of an evaluation names.
+
+Images are copied from media/ of the run, or beside the file of an evaluation, into the store of the student's run.
 """
 
 from __future__ import annotations
@@ -15,15 +17,25 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lockstep.rollout.chat.chat import Chat, load_tokenizer, vocabulary_difference
 from lockstep.rollout.episode.rows import rows_from_calls
-from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.errors import ConfigError, DataError, TemplateError
 from lockstep.rollout.records import Rollout, TrainingRow
 from lockstep.rollout.saved_rollouts import check_ids, read_rollouts
 from lockstep.rollout.system.plain_files import read_plain
 from lockstep.trainer.config.saved_config import read_saved
 from lockstep.trainer.data.datasets import rollout_files
+
+if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
+    from lockstep.rollout.media.store import ImageStore
+
+MEDIA = "media"
+"""Folder of images: in the directory of a run, or beside the results of an evaluation."""
 
 
 def saved_rows(
@@ -37,24 +49,61 @@ def saved_rows(
         vocab_size: ids of the student.
         left_out: takes the numbers of the other rollouts by reason.
 
-    Raises `DataError` for files that cannot be read, another tokenizer or chat template, and ids that the student does
-    not have.
+    Raises `DataError` for files that cannot be read, another tokenizer or chat template, ids that the student does not
+    have, and images that are missing or that the student reads as another number of tokens.
     """
     files = rollout_files(path)
     for model, template, file in {_sampler(file)[:2]: _sampler(file) for file in files}.values():
         _refuse_other_chat(model, template, file, chat)
     for file in files:
+        stored = None if chat.images is None else _stored_images(file)
         for rollout in read_rollouts(file):
             if reason := _reason(rollout, min_reward):
                 left_out[reason] += 1
                 continue
             check_ids([rollout], vocab_size=vocab_size)
-            if any(call.images for call in rollout.calls):
-                raise DataError(
-                    f"{file} has rollouts with images, whose pixels saved rollouts do not hold; leave it out"
-                )
             if rows := [row for row in rows_from_calls(rollout.calls) if row.num_trained]:
+                for row in rows:
+                    _take_images(row, chat.images, stored, place=f"{file}, rollout {rollout.rollout_id}")
                 yield rows
+
+
+def _stored_images(file: Path) -> ImageStore:
+    from lockstep.rollout.media.store import ImageStore  # runs without images do not load it
+
+    beside, of_run = (folder / MEDIA for folder in file.absolute().parents[:2])
+    return ImageStore(beside if beside.is_dir() else of_run)
+
+
+def _take_images(row: TrainingRow, images: ImageProcessing | None, stored: ImageStore | None, *, place: str) -> None:
+    """Put the images of a row into the store of the student's run. stored: images of the run that sampled it."""
+    if images is None or stored is None:
+        if row.images:
+            raise DataError(
+                f"{place} has images; set model.images.max_per_prompt={len(row.images)} or more to see them"
+            )
+        return
+    if images.max_per_prompt is not None and len(row.images) > images.max_per_prompt:
+        raise DataError(
+            f"{place} has {len(row.images)} images, model.images.max_per_prompt={images.max_per_prompt}; raise it"
+        )
+    for span in row.images:
+        try:
+            images.store.add(stored.image(span.digest))
+            expected = images.prepared(span.digest).num_tokens
+        except (DataError, TemplateError) as error:
+            raise DataError(
+                f"{place}: its image {span.digest} cannot be used: {error}; keep {MEDIA}/ where the run or evaluation "
+                "wrote it"
+            ) from error
+        if span.end - span.start != expected:
+            raise DataError(
+                f"{place} has {span.end - span.start} tokens for the image {span.digest}, and the student's image "
+                f"processor gives it {expected}; set model.path to a model that reads images as the one that sampled it"
+            )
+    of_images = [index for span in row.images for index in range(span.start, span.end)]
+    if np.flatnonzero(row.ids == images.image_token_id).tolist() != of_images:
+        raise DataError(f"{place} has image tokens that are not those of its images; leave it out")
 
 
 def _reason(rollout: Rollout, min_reward: float | None) -> str | None:

@@ -12,7 +12,6 @@ from lockstep.rewards.resolve import MODEL
 from lockstep.rollout.chat.chat import generation_stops, load_tokenizer, vocabulary_difference
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import (
-    LANGUAGE_MODEL,
     REWARD_MODEL,
     Role,
     language_model,
@@ -55,10 +54,14 @@ def refuse_unfit_models(config: Config, say: Callable[[str], None], *, trains: b
 
         critic = packable_config(model.critic_path, setting="model.critic_path", **seeing)
         models.append((role_of(critic), "model.critic_path", model.critic_path, critic))
+    if trains and config.teacher.path is not None and model.sees_images:
+        from lockstep.rollout.media.processing import refuse_other_images
+
+        refuse_other_images(model.path, "teacher.path", config.teacher.path, **trust)
     if trains and config.teacher.path is not None and not config.teacher.urls:
         teacher = read_config(config.teacher.path, setting="teacher.path", **trust)
         if stored_method(teacher) is None:
-            models.append((LANGUAGE_MODEL, "teacher.path", config.teacher.path, teacher))
+            models.append((own_role, "teacher.path", config.teacher.path, teacher))
     for role, setting, path, own in models:
         content = stored_model(role, path, own, setting=setting, **trust, **loading_arguments(own))
         for note in content.notes:

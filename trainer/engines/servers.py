@@ -73,17 +73,21 @@ def connect_servers(
                 f"{engine.name} returns no routed experts; restart it with --enable-return-routed-experts, or set "
                 "correction.routing_replay=off"
             )
-        if engine.max_images < model.images.max_per_prompt:
-            raise ConfigError(
-                f"{engine.name} takes {engine.max_images} images of a prompt, and this run has model.images."
-                f"max_per_prompt={model.images.max_per_prompt}; restart it with `lockstep serve-engine "
-                f"model.images.max_per_prompt={model.images.max_per_prompt}`, or with --limit-mm-per-prompt "
-                f"""'{{"image": {model.images.max_per_prompt}}}'"""
-            )
+        check_images(engine, model.images.max_per_prompt)
         check_adapters(engine, model)
         check_quantization(engine, rollout.quantization, stored=stored_method(model_config))
         engine.max_model_len = rollout.max_model_len
     return engines
+
+
+def check_images(engine: ServerEngine, limit: int) -> None:
+    """Raise `ConfigError` if a server takes fewer images of a prompt than the run has. limit: of the run."""
+    if engine.max_images < limit:
+        raise ConfigError(
+            f"{engine.name} takes {engine.max_images} images of a prompt, and this run has model.images."
+            f"max_per_prompt={limit}; restart it with `lockstep serve-engine model.images.max_per_prompt={limit}`, or "
+            f"""with --limit-mm-per-prompt '{{"image": {limit}}}'"""
+        )
 
 
 def check_adapters(engine: ServerEngine, settings: ModelConfig) -> None:

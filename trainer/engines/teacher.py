@@ -123,7 +123,7 @@ class Teacher:
         return teacher_floor(logprobs([scores[index] for index in indices]), logprobs(again))
 
     async def _score_all(self, engine: Engine, rows: Sequence[TeacherRow]) -> list[TokenScores]:
-        return await asyncio.gather(*(engine.score_top(row.ids.tolist(), self._top_k) for row in rows))
+        return await asyncio.gather(*(engine.score_top(row.ids.tolist(), self._top_k, row.images) for row in rows))
 
     async def _score_alone(self, engine: Engine, rows: Sequence[TeacherRow]) -> list[TokenScores]:
-        return [await engine.score_top(row.ids.tolist(), self._top_k) for row in rows]
+        return [await engine.score_top(row.ids.tolist(), self._top_k, row.images) for row in rows]

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.chat.messages import Tools
 from lockstep.rollout.errors import ConfigError, DataError
-from lockstep.rollout.records import Message, Rollout, TrainingRow
+from lockstep.rollout.records import Message, PromptIds, Rollout, TrainingRow
 from lockstep.trainer.batch.teacher_scores import TeacherRow
 
 SOLUTION = "solution"
@@ -109,11 +109,11 @@ class TeacherPrompts:
     def _text(self, values: Mapping[str, str]) -> str:
         return FIELD.sub(lambda found: values[found[1]], self._template)
 
-    def _prompt(self, rollout: Rollout, context: str) -> list[int]:
+    def _prompt(self, rollout: Rollout, context: str) -> PromptIds:
         """Return the ids of the first prompt with the context."""
         first = rollout.prompt
         tools = self._tools_of(rollout.example)
-        if not first or tuple(self._chat.prompt(first, tools)) != rollout.calls[0].prompt_ids:
+        if not first or self._chat.prompt(first, tools) != _first_prompt(rollout):
             raise DataError(
                 f"the first prompt of rollout {rollout.rollout_id} is not what its first messages render to, so "
                 "teacher.context cannot be put into it; take an environment that begins with messages of the row, "
@@ -121,11 +121,13 @@ class TeacherPrompts:
             )
         return self._chat.prompt([*first[:-1], _with_context(first[-1], context)], tools)
 
-    def _row(self, row: TrainingRow, rollout: Rollout, prompt: Sequence[int] | None) -> TeacherRow:
+    def _row(self, row: TrainingRow, rollout: Rollout, prompt: PromptIds | None) -> TeacherRow:
         if prompt is None:
             return TeacherRow.plain(row)
-        start = len(rollout.calls[0].prompt)
-        if tuple(row.ids[:start].tolist()) != rollout.calls[0].prompt_ids:
+        first = _first_prompt(rollout)
+        start = len(first)
+        shown = [image for image in row.images if image.start < start]
+        if PromptIds(row.ids[:start].tolist(), shown) != first:
             raise DataError(
                 f"a row of rollout {rollout.rollout_id} does not begin with its first prompt: the conversation "
                 "branched, and teacher.context has no place in the branch; set environment.history=keep"
@@ -133,11 +135,21 @@ class TeacherPrompts:
         return TeacherRow.after(prompt, row, start=start)
 
 
+def _first_prompt(rollout: Rollout) -> PromptIds:
+    return PromptIds(rollout.calls[0].prompt_ids, rollout.calls[0].images)
+
+
 def _with_context(message: Message, context: str) -> Message:
+    """Return the message with the context at its end: in its last text, because templates may trim each text."""
     content = message.get("content")
-    if not isinstance(content, str):
+    if isinstance(content, str):
+        return {**message, "content": f"{content}\n\n{context}"}
+    if not isinstance(content, list | tuple):
         raise DataError(
             f"the last message before the first turn has content of the type {type(content).__name__}, expected a text "
-            "to which teacher.context can be added"
+            "or parts, to which teacher.context can be added"
         )
-    return {**message, "content": f"{content}\n\n{context}"}
+    *parts, last = content or [None]
+    if isinstance(last, Mapping) and isinstance(last.get("text"), str):
+        return {**message, "content": [*parts, {**last, "text": f"{last['text']}\n\n{context}"}]}
+    return {**message, "content": [*content, {"type": "text", "text": context}]}

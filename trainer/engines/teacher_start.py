@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ from lockstep.rollout.episode.environment import RunsItself
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.trainer.build import make_chat, vocab_size_of
+from lockstep.trainer.build import vocab_size_of
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB, RolloutConfig
 from lockstep.trainer.config.groups.task_settings import EnvironmentConfig
@@ -33,6 +33,9 @@ from lockstep.trainer.engines.start import engine_settings
 from lockstep.trainer.engines.teacher import Teacher
 from lockstep.trainer.engines.teacher_check import canary_diff, is_checked
 from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
+
+if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
 
 NAME, LOG = "the teacher's engine", "teacher.log"
 
@@ -54,6 +57,7 @@ def start_teacher(
     config: Config,
     distributed: Distributed,
     *,
+    chat: Chat,
     loop: BackgroundLoop,
     logs: Path,
     policy: Engine | None,
@@ -61,15 +65,22 @@ def start_teacher(
 ) -> Teacher | None:
     """Start the teacher's engine, or connect to its servers; a collective. Returns None without a teacher.
 
-    policy: the engines of the student, the teacher if `teacher.source=policy`; None on ranks other than 0. Raises
-    `EngineError` on all ranks if vLLM does not start or a server cannot be reached, `ConfigError` for a teacher whose
-    context is too short, and `EvidenceError` for an engine that computes another model than that at its path.
+    chat: of the student. policy: its engines, the teacher if `teacher.source=policy`; None on ranks other than 0.
+
+    Raises `EngineError` on all ranks if vLLM does not start or a server cannot be reached, `ConfigError` for a teacher
+    whose context is too short, and `EvidenceError` for an engine that computes another model than that at its path.
     """
     if not config.has_teacher:
         return None
     settings, rollout, trust = config.teacher, config.rollout, config.model.trust_remote_code
     engine_start = _EngineStart(
-        settings=settings, rollout=rollout, trust_remote_code=trust, seed=config.seed, loop=loop, log_path=logs / LOG
+        settings=settings,
+        rollout=rollout,
+        model=config.model,
+        seed=config.seed,
+        loop=loop,
+        log_path=logs / LOG,
+        images=chat.images,
     )
     metrics: dict[str, float] = {}
     engines: list[SyncedEngine] = []
@@ -83,8 +94,10 @@ def start_teacher(
             engines.append(engine_start.averaged(own))
             return EnginePool(engines)
         members = engine_start.members()
-        if is_checked(settings, trust_remote_code=trust):
-            metrics["teacher/canary_abs_diff"] = canary_diff(settings, members, loop, trust_remote_code=trust)
+        if is_checked(settings, trust_remote_code=trust, sees_images=config.model.sees_images):
+            metrics["teacher/canary_abs_diff"] = canary_diff(
+                settings, members, loop, trust_remote_code=trust, images=chat.images
+            )
             say(
                 f"teacher        its log π of a canary differ by at most {metrics['teacher/canary_abs_diff']:.2g} "
                 "from those of transformers"
@@ -94,12 +107,7 @@ def start_teacher(
     def prompts() -> TeacherPrompts | None:
         if settings.context is None:
             return None
-        return _prompts(
-            make_chat(config.model, history=config.environment.history),
-            settings,
-            config.environment,
-            max_tokens=rollout.max_model_len,
-        )
+        return _prompts(chat, settings, config.environment, max_tokens=rollout.max_model_len)
 
     with distributed.whole_models():
         engine = policy if settings.source == "policy" else distributed.together(start)
@@ -151,10 +159,13 @@ class _EngineStart:
 
     settings: TeacherConfig
     rollout: RolloutConfig
-    trust_remote_code: bool
+    model: ModelConfig
+    """The student's."""
     seed: int
     loop: BackgroundLoop
     log_path: Path
+    images: ImageProcessing | None
+    """Of the student, and so of the teacher (`refuse_other_images`)."""
 
     def averaged(self, own: EngineSettings) -> SyncedEngine:
         """Start an engine like the policy's, which gets weights as that does. own: of the policy, with its context."""
@@ -162,11 +173,12 @@ class _EngineStart:
 
     def members(self) -> Sequence[PooledEngine]:
         """Start the engine of the model at `teacher.path`, or connect to its servers."""
-        settings, rollout, trust = self.settings, self.rollout, self.trust_remote_code
+        settings, rollout, trust = self.settings, self.rollout, self.model.trust_remote_code
+        max_images = self.model.images.max_per_prompt
         assert settings.path is not None
         if settings.urls:
             from lockstep.rollout.server.server_engine import ServerEngine  # other runs do not load its client
-            from lockstep.trainer.engines.servers import engine_key
+            from lockstep.trainer.engines.servers import check_images, engine_key
 
             servers = [
                 ServerEngine(
@@ -177,9 +189,12 @@ class _EngineStart:
                     request_timeout_s=rollout.request_timeout_s,
                     start_timeout_s=rollout.start_timeout_s,
                     silence_timeout_s=rollout.silence_timeout_s,
+                    images=self.images,
                 )
                 for url in settings.urls
             ]
+            for server in servers:
+                check_images(server, max_images)
             refuse_short(rollout.max_model_len, min(server.max_model_len for server in servers), serves=True)
             return servers
         engine = EngineSettings(
@@ -188,6 +203,7 @@ class _EngineStart:
             trust_remote_code=trust,
             max_model_len=rollout.max_model_len + 1,
             seed=self.seed,
+            max_images=max_images,
             max_num_seqs=rollout.max_num_seqs,
             request_timeout_s=rollout.request_timeout_s,
             start_timeout_s=rollout.start_timeout_s,
@@ -196,7 +212,7 @@ class _EngineStart:
         return [self._engine(engine)]
 
     def _engine(self, settings: EngineSettings) -> EmbeddedEngine:
-        return EmbeddedEngine(settings, loop=self.loop, log_path=self.log_path, name=NAME)
+        return EmbeddedEngine(settings, loop=self.loop, log_path=self.log_path, name=NAME, images=self.images)
 
     def _memory(self) -> dict[str, Any]:
         settings, is_cpu = self.settings, not torch.cuda.is_available()

@@ -273,7 +273,8 @@ class _Process:
                 return replace(evaluation, tasks=run)
 
     def _chat(self) -> Chat:
-        return make_chat(self.config.model, history=self.config.environment.history)
+        media = Path(output).expanduser().parent / "media" if (output := self.config.eval.output) else None
+        return make_chat(self.config.model, history=self.config.environment.history, media=media)
 
     def _evaluate_sets(
         self, data: Mapping[str, DataSet], engine: EnginePool, chat: Chat, *, model: str = POLICY

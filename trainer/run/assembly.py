@@ -141,7 +141,7 @@ class Assembly:
             prompts = make_prompts(config, distributed, self._loop, chat, say=console.say)
         heldout, heldout_demonstrations = self._heldout_prompts(chat), self._heldout_demonstrations(chat)
         engines = self._engines()
-        teacher = self._teacher(engines)
+        teacher = self._teacher(engines, chat)
         module, shape, updater = self._trained(demonstrations, teacher)
         sync = average = recovery = rollout_parts = evaluate = None
         if heldout_demonstrations is not None:
@@ -248,7 +248,7 @@ class Assembly:
             self._config, self._distributed, loop=self._loop, logs=self._directory.logs, images=self._images
         )
 
-    def _teacher(self, engines: Engines) -> Teacher | None:
+    def _teacher(self, engines: Engines, chat: Chat) -> Teacher | None:
         """Start the teacher."""
         if not self._config.has_teacher:
             return None
@@ -257,6 +257,7 @@ class Assembly:
         return start_teacher(
             self._config,
             self._distributed,
+            chat=chat,
             loop=self._loop,
             logs=self._directory.logs,
             policy=engines.pool,
@@ -271,7 +272,8 @@ class Assembly:
         from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
 
         average = WeightAverage(self._distributed, decay=self._config.teacher.average_decay)
-        return AveragedTeacher(average, make_sync(self._config, self._distributed, updater, engines=teacher.synced))
+        sync = make_sync(self._config, self._distributed, updater, engines=teacher.synced, images=self._images)
+        return AveragedTeacher(average, sync)
 
     # Rollouts
 

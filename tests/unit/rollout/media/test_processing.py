@@ -11,7 +11,7 @@ from transformers import AutoProcessor
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import ConfigError, DataError, EvidenceError, TemplateError
 from lockstep.rollout.media.image_files import image_digest
-from lockstep.rollout.media.processing import ImageProcessing
+from lockstep.rollout.media.processing import ImageProcessing, refuse_other_images
 from lockstep.rollout.media.store import ImageStore
 from lockstep.rollout.records import image_parts
 from lockstep.rollout.weights.canary_prompt import canary_prompt
@@ -177,6 +177,32 @@ def test_the_prompt_of_a_canary_has_one_image_that_most_of_its_ids_see(families:
     assert images.reserved_ids.isdisjoint(others)
     assert len(prompt) - span.end > 15
     assert prompt == canary_prompt(images)
+
+
+def test_a_model_that_reads_images_alike_may_teach(families: dict[str, Path], model: Path, tmp_path: Path) -> None:
+    def copied(name: str, file: str, old: str, new: str) -> str:
+        path = shutil.copytree(model, tmp_path / name)
+        text = (path / file).read_text()
+        assert old in text
+        (path / file).write_text(text.replace(old, new))
+        return str(path)
+
+    def refuse(path: str) -> None:
+        refuse_other_images(str(model), "teacher.path", path, trust_remote_code=False)
+
+    refuse(copied("other class", "processor_config.json", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"))
+    save_tiny_model(tmp_path / "text", tied=True)
+    others = {
+        copied("size", "processor_config.json", "12544", "50176"): r"size=.*50176.*, expected .*12544.*; set teacher",
+        copied("merged", "config.json", '"spatial_merge_size": 2', '"spatial_merge_size": 4'): (
+            "it has 3 tokens for an image, expected 12"
+        ),
+        str(families["gemma3"]): r"its images are <image_soft_token>, expected <\|image_pad\|>",
+        str(tmp_path / "text"): "images are not supported for model type qwen3, only for",
+    }
+    for path, words in others.items():
+        with pytest.raises(ConfigError, match=rf"^teacher\.path={path}:? (?s:.*){words}"):
+            refuse(path)
 
 
 @pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])

@@ -54,7 +54,8 @@ class FakeEngine:
         self.images.append(images)
         return [-float(token) for token in ids[1:]], list(ids[1:])
 
-    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+    async def score_top(self, ids: Sequence[int], top_k: int, images: Sequence[ImageSpan] = ()) -> TokenScores:
+        self.images.append(images)
         flat = [(token, -float(token)) for token in ids[1:] for _ in range(top_k + 1)]
         return token_scores(ids, *zip(*flat, strict=True), top_k=top_k, version=4, vocab_size=512, source="it")
 
@@ -106,7 +107,8 @@ def test_images_of_prompts_and_rows_reach_the_engine(
     images = [ImageSpan(start=0, end=1, digest="0" * 64), ImageSpan(start=1, end=2, digest="1" * 64)]
     loop.run(peer.generate((1, 2), SAMPLING, images))
     loop.run(peer.score([1, 2], images))
-    assert own.images == [images, images]
+    loop.run(peer.score_top([1, 2], 1, images))
+    assert own.images == [images] * 3
 
 
 @pytest.mark.parametrize("kind", [EngineError, RequestError, EvidenceError])

@@ -99,7 +99,12 @@ def test_images_are_refused_and_not_dropped(connected: Connected) -> None:
     images = [ImageSpan(start=0, end=1, digest="0" * 64)]
     num_requests = len(connected.server.requests)
     engine = connected.engine
-    for call in (engine.generate((1, 2), SAMPLING, images), engine.score((1, 2), images)):
+    asked = (
+        engine.generate((1, 2), SAMPLING, images),
+        engine.score((1, 2), images),
+        engine.score_top((1, 2), 1, images),
+    )
+    for call in asked:
         with pytest.raises(EngineError, match=r"does not take images; set model\.images\.max_per_prompt"):
             connected.loop.run(call)
     assert len(connected.server.requests) == num_requests

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from lockstep.rollout.errors import DataError
-from lockstep.rollout.records import TrainingRow
+from lockstep.rollout.records import ImageSpan, TrainingRow
 from lockstep.trainer.batch.saved_scores import COUNTS, DIGESTS, SavedScores, write_scores
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.batch.teacher_scores import TeacherScores
@@ -53,6 +53,20 @@ def test_scores_are_read_as_they_were_written_with_the_name_of_their_teacher(
     read = saved.of(made.rows)
     for field in fields(TeacherScores):
         np.testing.assert_array_equal(getattr(read, field.name), getattr(written, field.name))
+
+
+def test_scores_of_a_row_with_other_images_are_refused(file: Path) -> None:
+    made = batch()
+    digests = ("0" * 64, "1" * 64)
+    one, other = (
+        replace(made, rows=(replace(made.rows[0], images=(ImageSpan(start=0, end=1, digest=digest),)), *made.rows[1:]))
+        for digest in digests
+    )
+    write(file, one)
+    SavedScores.open(file).of(one.rows)
+    for rows in (other.rows, made.rows):
+        with pytest.raises(DataError, match="the first that differs is row 0"):
+            SavedScores.open(file).of(rows)
 
 
 def test_a_teacher_is_named_by_the_settings_that_decide_its_scores() -> None:

@@ -29,6 +29,7 @@ from tests.fixtures.broken_models import FAULTS, change_config, change_tensors
 from tests.fixtures.families import SIZES
 from tests.fixtures.models import save_tiny_model, tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
+from tests.fixtures.vision import save_tiny
 
 VOCABULARY = 512
 """Ids of the model, more than the tokenizer's."""
@@ -130,6 +131,17 @@ def test_a_model_of_another_tokenizer_or_vocabulary_is_refused(sound: Path, tmp_
         assert f"has {VOCABULARY + 128} ids" in refusal(PLACES[setting](sound, padded))
     else:  # as larger models of a family are
         assert check(PLACES[setting](sound, padded)) == []
+
+
+def test_a_teacher_of_images_sees_them_as_the_policy_does(sound: Path, tmp_path: Path) -> None:
+    save_tiny("qwen2_5_vl", tmp_path / "policy")
+    config = configuration(tmp_path / "policy", algorithm__kl_coef=0.0, algorithm__advantage="grpo")
+    config.model.images.max_per_prompt = 1
+    config.teacher.path = str(tmp_path / "policy")
+    assert check(config) == []
+    config.teacher.path = str(sound / "policy")
+    for config.teacher.urls in ([], ["http://127.0.0.1:8000"]):
+        assert "images are not supported for model type qwen3, only for" in refusal(config)
 
 
 @pytest.mark.parametrize("setting", PLACES)

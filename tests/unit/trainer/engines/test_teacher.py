@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.rollout.engine.token_scores import TokenScores, token_scores
 from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.records import ImageSpan
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.engines.teacher import Teacher
@@ -24,14 +25,16 @@ class FakeEngine:
 
     def __init__(self, expected: int, named: int = 9) -> None:
         self.asked: list[tuple[list[int], int]] = []
+        self.images: list[Sequence[ImageSpan]] = []
         self.expected, self.named = expected, named
         self.all_wait = asyncio.Event()
         self.failure: Exception | None = None
         self.drift = 0.0
         """Added to the logprobs after every request."""
 
-    async def score_top(self, ids: Sequence[int], top_k: int) -> TokenScores:
+    async def score_top(self, ids: Sequence[int], top_k: int, images: Sequence[ImageSpan] = ()) -> TokenScores:
         self.asked.append((list(ids), top_k))
+        self.images.append(images)
         drift = -self.drift * len(self.asked)
         if len(self.asked) == self.expected:
             self.all_wait.set()
@@ -69,6 +72,15 @@ def test_all_rows_are_scored_at_once_up_to_their_last_trained_token(loop: Backgr
     sampled = np.concatenate([row.ids[row.loss_mask] for row in made.rows])
     np.testing.assert_array_equal(scored.teacher.logp, -sampled.astype(np.float32))
     assert set(scored.teacher.top_ids.ravel()) == {9}
+
+
+def test_the_images_before_the_last_trained_token_of_a_row_go_with_it(loop: BackgroundLoop) -> None:
+    engine, made = FakeEngine(expected=3), batch()
+    seen, late = (ImageSpan(start=place, end=place + 1, digest=str(place) * 64) for place in (0, 4))
+    rows = (replace(made.rows[0], images=(seen, late)), *made.rows[1:])
+    assert int(np.flatnonzero(rows[0].loss_mask)[-1]) < late.start < len(rows[0])
+    teacher(engine, loop).scored(replace(made, rows=rows), [])
+    assert engine.images == [(seen,), (), ()] * 2
 
 
 def test_the_noise_floor_compares_scores_of_the_same_tokens_in_two_batches(loop: BackgroundLoop) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.token_scores import token_scores
 from lockstep.rollout.episode.demonstration import demonstrated_calls
 from lockstep.rollout.errors import ConfigError, DataError, EvidenceError
 from lockstep.rollout.records import Prompt, Rollout
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.batch.teacher_scores import TeacherRow, TeacherScores
-from lockstep.trainer.engines.teacher_prompts import TeacherPrompts
+from lockstep.trainer.engines.teacher_prompts import TeacherPrompts, _with_context
 from tests.fixtures.policies import CHAT
+from tests.fixtures.vision import image_processing, picture, save_tiny
 
 TEMPLATE = "An answer of someone else: {answer}"
 
@@ -179,3 +181,42 @@ def test_the_context_follows_the_question_behind_worked_examples() -> None:
     assert share == 1.0
     (solution,), _ = texts("Solved: {solution}", shown)
     assert "3+4?\n\nSolved: 7<|im_end|>" in solution
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "gemma3"])
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    directory = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+    return Chat.from_pretrained(directory, images=image_processing(directory))
+
+
+PICTURES = [{"type": "image", "image": picture(number)} for number in (1, 2, 3)]
+ASKS = {"type": "text", "text": "what is it?"}
+
+
+@pytest.mark.parametrize("parts", [[PICTURES[0], ASKS], [ASKS, *PICTURES[:2]], [PICTURES[0]]])
+def test_images_keep_their_place_beside_the_context(seeing: Chat, parts: list[Any]) -> None:
+    asked, again = {"role": "user", "content": parts}, {"role": "user", "content": [PICTURES[2], ASKS]}
+    answer = {"role": "assistant", "content": "a cat"}
+    messages = tuple(seeing.with_digests([asked, answer, again, answer]))
+    student = replace(rollout(1), calls=tuple(demonstrated_calls(seeing, messages)), messages=messages)
+    (row,) = StepBatch.of([student], mask_truncated=False).rows
+    maker = TeacherPrompts(seeing, template=TEMPLATE, solved_reward=1.0, max_tokens=9999, tools_of=lambda example: ())
+    ((made,), share) = maker.rows([row], [student])
+    assert share == 1
+    assert [image.digest for image in made.images] == [image.digest for image in row.images]
+    assert seeing.images is not None
+    is_image = made.ids == seeing.images.image_token_id
+    assert np.flatnonzero(is_image).tolist() == [at for image in made.images for at in range(image.start, image.end)]
+    text = seeing.decode(made.ids[~is_image].tolist())
+    before = "what is it?\n\n" if parts[-1] is ASKS else ""
+    assert f"{before}{TEMPLATE.format(answer=42)}<" in text.replace(">\n", "<")
+    np.testing.assert_array_equal(made.ids[made.start + made.shift :], row.ids[made.start :])
+
+    shown = tuple(replace(image, digest="0" * 64) for image in row.images)
+    with pytest.raises(DataError, match="does not begin with its first prompt"):
+        maker.rows([replace(row, images=shown)], [student])
+
+
+def test_a_first_message_without_text_or_parts_is_refused() -> None:
+    with pytest.raises(DataError, match="content of the type NoneType, expected a text or parts"):
+        _with_context({"role": "user", "content": None}, "more")

@@ -8,9 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.engines.teacher_start import refuse_short, refuse_unfit_teacher
+from lockstep.trainer.engines.teacher_start import _EngineStart, refuse_short, refuse_unfit_teacher
+from tests.fixtures.fake_server import KEY, FakeServer
 from tests.fixtures.models import tiny_qwen3
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -64,3 +66,34 @@ def test_servers_with_a_short_context_can_be_started_with_a_longer_one() -> None
     refuse_short(512, 513, serves=True)
     with pytest.raises(ConfigError, match=r"=511 or less, or start its servers with rollout\.max_model_len=513"):
         refuse_short(512, 512, serves=True)
+
+
+def test_servers_of_fewer_images_than_the_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", KEY)
+    tiny_qwen3(tied=True).config.save_pretrained(tmp_path)
+    config = Config()
+    config.rollout.max_model_len = 48
+    config.model.images.max_per_prompt = 2
+    server = FakeServer()
+    with BackgroundLoop() as loop:
+        context = server.running()
+        loop.run(context.__aenter__())
+        start = _EngineStart(
+            settings=TeacherConfig(path=str(tmp_path), urls=[server.url]),
+            rollout=config.rollout,
+            model=config.model,
+            seed=0,
+            loop=loop,
+            log_path=tmp_path / "log",
+            images=None,
+        )
+        try:
+            with pytest.raises(
+                ConfigError, match=r"takes 0 images of a prompt, .* serve-engine model\.images\.max_per_prompt=2`"
+            ):
+                start.members()
+            config.model.images.max_per_prompt = 0
+            (engine,) = start.members()
+            loop.run(engine.close())
+        finally:
+            loop.run(context.__aexit__(None, None, None))

@@ -12,13 +12,16 @@ import pytest
 from lockstep.rewards.composition import Reward, RewardSet
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.conversation import request_seed
+from lockstep.rollout.media.run_images import FOLDER
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.checks.data import evaluation_problems
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import heldout_data
-from lockstep.trainer.evaluate.evaluator import Evaluator, comparable_settings
+from lockstep.trainer.evaluate.evaluator import Evaluator, _Process, comparable_settings
+from lockstep.trainer.observe.console import RunConsole
+from tests.fixtures.vision import picture, save_tiny
 from tests.unit.rewards.test_shaping import rollout
 
 
@@ -113,3 +116,13 @@ def test_a_missing_package_is_named_before_the_engine_starts(monkeypatch: pytest
     assert "pip install 'lm-eval>=0.4.13,<0.5'" in found
     assert "eval.lm_eval.include_path=no/such/directory does not exist" in found
     assert "eval.lm_eval.apply_chat_template=true" in found
+
+
+def test_images_of_saved_rollouts_are_kept_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, "")
+    config = Config()
+    config.model.path, config.model.images.max_per_prompt = str(save_tiny("qwen2_5_vl", tmp_path / "model")), 1
+    config.eval.output = str(tmp_path / "results.json")
+    images = _Process(config, RunConsole(enabled=False, total_updates=0))._chat().images
+    assert images is not None
+    assert (tmp_path / "media" / f"{images.store.add(picture(1))}.png").is_file()
