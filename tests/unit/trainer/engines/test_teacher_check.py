@@ -63,8 +63,9 @@ def test_an_engine_that_serves_another_model_is_named(settings: TeacherConfig, l
         canary_diff(settings, [served(), other], loop, trust_remote_code=False)
 
 
-def test_an_engine_that_sees_another_image_is_named(tmp_path: Path, loop: BackgroundLoop) -> None:
-    directory = save_tiny("qwen2_5_vl", tmp_path)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_an_engine_that_sees_another_image_is_named(family: str, tmp_path: Path, loop: BackgroundLoop) -> None:
+    directory = save_tiny(family, tmp_path)
     images, settings = image_processing(directory), TeacherConfig(path=str(directory))
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
     other = images.store.add(picture(1, 224, 168))
