@@ -143,7 +143,8 @@ def train(
 
     Args:
         config: result of `configure`, or path of a settings file on top of which the other arguments go.
-        model: path, id of the hub or preset, or a loaded model of transformers with its `tokenizer`.
+        model: path, id of the hub or preset, or a loaded model of transformers with its `tokenizer`: its
+            processor, if it sees images.
         data: path, id of the hub or preset, a `datasets.Dataset`, a list of dictionaries, or a function that yields
             them.
         heldout: the same, for evaluation.

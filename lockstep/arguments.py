@@ -102,7 +102,9 @@ class Arguments:
             self.reward_prefix = COPY
         model = tree.get("model", {}).get("path") if isinstance(tree.get("model"), Mapping) else None
         if model is not None and not isinstance(model, str | Path):
-            tree["model"]["path"] = stored_model(model, tokenizer, Path(self.run_root))
+            images = {**_images_of(below), **_images_of(tree)}
+            sees_images = images.get("max_per_prompt", 0) != 0
+            tree["model"]["path"] = stored_model(model, tokenizer, Path(self.run_root), sees_images=sees_images)
         elif tokenizer is not None:
             raise ConfigError("tokenizer: found one without a loaded model, whose folder would have it; leave it out")
         for name, value in self._plain("", tree).items():  # texts of the file may refer to other settings
@@ -189,6 +191,13 @@ def _put_heldout(tree: dict[str, Any], heldout: Any) -> None:
         _put(tree, f"eval.sets.{name}.path", rows)
 
 
+def _images_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of images in a tree of settings."""
+    section = tree.get("model")
+    images = section.get("images") if isinstance(section, Mapping) else None
+    return images if isinstance(images, Mapping) else {}
+
+
 def _environment_of(tree: Mapping[str, Any]) -> Any:
     section = tree.get("environment")
     return section.get("name") if isinstance(section, Mapping) else None
@@ -271,8 +280,10 @@ def _returns_nothing(function: Callable[..., Any]) -> bool:
     return True
 
 
-def stored_model(model: Any, tokenizer: Any, run_root: Path) -> str:
+def stored_model(model: Any, tokenizer: Any, run_root: Path, *, sees_images: bool = False) -> str:
     """Write a loaded model and its tokenizer below `run_root`, under the hash of the files, and return the path.
+
+    tokenizer: the processor of a model that sees images, which has the tokenizer in it.
 
     Engine, checkpoints and evaluations read it from there. Raises `ConfigError` for other values.
     """
@@ -282,6 +293,12 @@ def stored_model(model: Any, tokenizer: Any, run_root: Path) -> str:
         raise ConfigError(
             "model: found one with adapters of peft; pass model={'path': <its base model>, 'lora': {'rank': 16}} for "
             "new ones, or 'adapters': {'<name>': '<their folder>'} for saved ones"
+        )
+    if sees_images and not (hasattr(tokenizer, "image_processor") and hasattr(tokenizer, "tokenizer")):
+        raise ConfigError(
+            f"tokenizer: found {type(tokenizer).__name__}, and model.images.max_per_prompt wants the processor of the "
+            "model, which has tokenizer and image processor; pass "
+            "tokenizer=transformers.AutoProcessor.from_pretrained(<where the model is from>)"
         )
     if tokenizer is None:
         raise ConfigError("model: found a loaded one without its tokenizer; pass tokenizer=<it>, too")

@@ -33,7 +33,11 @@ ARGUMENTS = {
 """Argument of `lockstep.train` that takes the place of a setting."""
 NAMES = ("config", "tokenizer", *ARGUMENTS.values(), *CALLBACKS)
 """Arguments of `lockstep.train`, and `environment`."""
-OTHER_NAMES = {"processing_class": "tokenizer", "callbacks": "on_step", "agent": "environment"}
+OTHER_NAMES = {
+    **dict.fromkeys(("processing_class", "processor"), "tokenizer"),
+    "callbacks": "on_step",
+    "agent": "environment",
+}
 """Arguments by their names elsewhere; those that are settings are in `trainer/config/groups/other_names.py`."""
 INSTRUCTION = re.compile(r"\b(?:set|type|write|add)\b[^;\n]*")
 ASSIGNED = re.compile(r"(?<![\w.\-<{\"'])'?([a-z_][\w.]*)(=|: (?=[{\[]))(?=\S)")

@@ -17,7 +17,7 @@ from lockstep.lab.environments.reference_answer import (
 from lockstep.lab.environments.reward_probes import EPSILON, Earned
 from lockstep.lab.environments.subject import Subject, reward_of, with_value
 from lockstep.lab.finding import Finding, Verdict, failure
-from lockstep.rollout.records import Rollout
+from lockstep.rollout.records import Rollout, ids_with_images
 from lockstep.trainer.data.prompts import Row
 
 LEAK = "answer in the prompt"
@@ -224,7 +224,7 @@ async def _answers_better(subject: Subject, earned: Earned, column: str) -> str:
 
 
 def _opening(rollout: Rollout) -> tuple[int, ...]:
-    return rollout.calls[0].prompt_ids if rollout.calls else ()
+    return ids_with_images(rollout.calls[0].prompt_ids, rollout.calls[0].images) if rollout.calls else ()
 
 
 def _swaps(rows: Sequence[Row], column: str) -> list[tuple[int, Any]]:

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.engine.token_scores import TokenScores
 from lockstep.rollout.errors import EngineError, EvidenceError
-from lockstep.rollout.records import EngineCall, ImageSpan
+from lockstep.rollout.records import EngineCall, ImageSpan, ids_with_images
 from lockstep.trainer.tools.dry_run import sampled_answer
 
 Key = tuple[tuple[int, ...], int | None]
-"""Prompt and seed of a request."""
+"""Prompt with its images, and seed of a request."""
 
 
 class CannotScore:
@@ -40,7 +40,7 @@ class ScriptedEngine(CannotScore):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
     ) -> EngineCall:
-        return await sampled_answer(list(await self._answer(prompt_ids)), prompt_ids, sampling)
+        return await sampled_answer(list(await self._answer(prompt_ids)), prompt_ids, sampling, images)
 
 
 class RecordingEngine(CannotScore):
@@ -55,7 +55,7 @@ class RecordingEngine(CannotScore):
         self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
     ) -> EngineCall:
         call = await self._engine.generate(prompt_ids, sampling, images)
-        self.calls[tuple(prompt_ids), sampling.seed] = call
+        self.calls[ids_with_images(tuple(prompt_ids), images), sampling.seed] = call
         return call
 
     def replay(self) -> ReplayingEngine:
@@ -72,7 +72,7 @@ class ReplayingEngine(CannotScore):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
     ) -> EngineCall:
-        call = self._calls.get((tuple(prompt_ids), sampling.seed))
+        call = self._calls.get((ids_with_images(tuple(prompt_ids), images), sampling.seed))
         if call is None:
             raise EvidenceError(
                 "the environment wrote another prompt than the first time, after the same sampled turns"

@@ -18,8 +18,6 @@ from lockstep.trainer.observe.transcript import image_mark
 if TYPE_CHECKING:
     from PIL import Image
 
-MAX_SIDE = 160
-"""Width or height of a thumbnail, whichever is larger [pixels]."""
 MAX_IMAGES = 100
 """Keeps the images of a page below a megabyte or two."""
 
@@ -81,6 +79,8 @@ class Thumbnails:
         ]
 
     def _make(self, digest: str) -> Thumbnail:
+        from lockstep.rollout.media.thumbnail import thumbnail  # pages without images do not load it
+
         name = safe_text(image_mark({"type": "image", "digest": digest})[1:-1], 40)
         if len(self.pictures) >= MAX_IMAGES:
             return Thumbnail(digest=digest, name=name)
@@ -88,8 +88,7 @@ class Thumbnails:
             image = self._read(digest)
         except DataError as error:
             return Thumbnail(digest=digest, name=name, problem=safe_text(str(error), 200))
-        small = image.copy()
-        small.thumbnail((MAX_SIDE, MAX_SIDE))
+        small = thumbnail(image)
         file = io.BytesIO()
         small.save(file, format="JPEG", quality=85)
         return Thumbnail(

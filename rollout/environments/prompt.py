@@ -100,7 +100,7 @@ def is_image(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {"bytes", "path"}
 
 
-def _is_image_file(value: Any) -> bool:
+def is_image_file(value: Any) -> bool:
     """True for bytes, a data URL, or the path of an image; a column `image` may also name that of a container."""
     return isinstance(value, bytes) or (
         isinstance(value, str) and (value.startswith("data:image/") or value.lower().endswith(IMAGE_SUFFIXES))
@@ -125,7 +125,7 @@ def images_problem(row: Mapping[str, Any], messages: Sequence[Message]) -> str |
     for name, value in row.items():
         values = image_values(value)
         if values and (
-            is_image(values[0]) or is_image_part(values[0]) or (name in IMAGE_COLUMNS and _is_image_file(values[0]))
+            is_image(values[0]) or is_image_part(values[0]) or (name in IMAGE_COLUMNS and is_image_file(values[0]))
         ):
             return of_unread_column(name)
     if num_images(messages):

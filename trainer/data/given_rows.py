@@ -117,7 +117,9 @@ def _hash_table(table: datasets.Dataset, digest: Any) -> None:
 
         def flush(self) -> None: ...
 
-    batches = table.with_format("arrow").iter(HASHED_ROWS)
-    with pyarrow.ipc.new_stream(Sink(), table.features.arrow_schema) as stream:
+    batches: Any = table.with_format("arrow").iter(HASHED_ROWS)
+    schema = table.features.arrow_schema
+    with pyarrow.ipc.new_stream(Sink(), schema) as stream:
         for batch in batches:
-            stream.write_table(batch.combine_chunks().cast(table.features.arrow_schema))  # type: ignore[union-attr]
+            whole = batch.combine_chunks()  # pyarrow 26 cannot cast deep objects of nulls, not even to their own type
+            stream.write_table(whole if whole.schema.equals(schema) else whole.cast(schema))

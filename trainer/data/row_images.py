@@ -1,6 +1,7 @@
 """Images of data rows, as parts of messages with digests. A row that is read holds no other image, so it is JSON.
 
-images, image    a path, bytes, a data URL, the {"bytes", "path"} of `datasets`, a PIL image, or a list of them
+images, image    a path, bytes, a data URL, the {"bytes", "path"} of `datasets`, a PIL image, or a list of them, each
+                 also inside of an object: {"image": ...}, {"url": ...}
 messages         parts {"type": "image", "image": ...} and {"type": "image_url", "image_url": {"url": ...}}
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 import base64
 import copy
 import io
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from PIL import Image
 
@@ -27,7 +29,7 @@ from lockstep.rollout.errors import ConfigError, DataError, TemplateError
 from lockstep.rollout.media.image_files import check_image, read_image
 from lockstep.rollout.media.placement import placed
 from lockstep.rollout.media.store import UNREADABLE, ImageStore
-from lockstep.rollout.records import is_image_part
+from lockstep.rollout.records import Message, image_parts, is_image_part
 from lockstep.rollout.safe_text import error_text
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.data.datasets import is_file, is_made
@@ -36,6 +38,10 @@ from lockstep.trainer.data.reader import Row, Rows
 if TYPE_CHECKING:
     import datasets
 
+VALUES = ("bytes", "image", "image_url", "url", "path")
+"""Keys of objects that hold an image, or an object that does."""
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys with which Qwen's utilities would resize an image."""
 Digest = Callable[[Mapping[str, Any], str], str]
 """Function of a part with a value, and of its place in the row."""
 
@@ -80,40 +86,59 @@ class RowImages:
         for name, value in row.items():
             if image_values(value) and (name in names or name in self.sources):
                 converted[name] = parts if name == "images" or isinstance(value, list | tuple) else parts[0]
-            elif _are_messages(value):
-                converted[name] = [
-                    self._message(turn, f"column {name}, message {i}", digest) for i, turn in enumerate(value)
-                ]
-            elif any(map(is_image, image_values(value))):
-                raise DataError(
-                    f"column {name} holds an image that no prompt shows; set 'data.columns={{images: {name}}}', or "
-                    f"leave it out: 'data.columns={{{name}: null}}'"
-                )
             else:
-                converted[name] = value
+                converted[name] = self._without_bytes(value, name, parts, digest)
         return {**converted, "images": parts}
 
+    def _without_bytes(self, value: Any, path: str, parts: list[dict[str, Any]], digest: Digest) -> Any:
+        """Return the value at a path of a row, with parts in place of the images of messages, and of those that
+        `data.columns` names. Raises `DataError` for other images and bytes."""
+        if not isinstance(value, Mapping | list | tuple | bytes):
+            return value
+        if path in self.sources and image_values(value):
+            return parts if isinstance(value, list | tuple) else parts[0]
+        if _are_messages(value):
+            _check_indices(value, path)
+            return [self._message(turn, f"column {path}, message {i}", digest) for i, turn in enumerate(value)]
+        if isinstance(value, bytes) or any(map(_is_filled_image, image_values(value))):
+            name, inside = "bytes" if isinstance(value, bytes) else "an image that no prompt shows", "[" in path
+            show = "" if inside else f"set 'data.columns={{images: {path}}}', or "
+            raise DataError(
+                f"column {path} holds {name}; {show}leave it out: "
+                f"'data.columns={{{path.partition('.')[0].partition('[')[0]}: null}}'"
+            )
+        if isinstance(value, Mapping):
+            return {key: self._without_bytes(item, f"{path}.{key}", parts, digest) for key, item in value.items()}
+        return [self._without_bytes(item, f"{path}[{i}]", parts, digest) for i, item in enumerate(value)]
+
     def _message(self, message: Mapping[str, Any], place: str, digest: Digest) -> Mapping[str, Any]:
+        if beside := next((name for name in IMAGE_COLUMNS if image_values(message.get(name))), None):
+            raise DataError(
+                f"{place}: found images in its key {beside}; expected them in its content, as parts "
+                '{"type": "image", "image": ...}, or in column images'
+            )
         content = message.get("content")
         if not isinstance(content, list | tuple):
             return message
         parts = [
-            self._part_of_message(part, f"{place}, part {number}", digest) if is_image_part(part) else part
+            self._part_of_message(part, f"{place}, part {number}", digest) if isinstance(part, Mapping) else part
             for number, part in enumerate(content)
         ]
         return {**message, "content": parts}
 
     def _part_of_message(self, part: Mapping[str, Any], place: str, digest: Digest) -> Mapping[str, Any]:
-        value = _value_of(part)
-        if value is None and part["type"] == "image" and part.get("digest") is None:
+        if not is_image_part(part):
+            if _value_of({key: part.get(key) for key in ("image", "image_url")}, place) is not None:
+                raise DataError(f'{place}: found an image and "type": {json.dumps(part.get("type"))}, expected "image"')
+            return part
+        if part["type"] == "image" and part.get("digest") is None and _value_of(part, place) is None:
             return {"type": "image"}  # a place for an image of the row
         return self._part(part, place, digest)
 
     def _part(self, value: Any, place: str, digest: Digest) -> dict[str, Any]:
-        if isinstance(value, Mapping) and "type" in value:
-            if value.get("digest") is not None:
-                raise DataError(f"{place}: found an image of another run, by its digest; expected a path or bytes")
-            value = _value_of(value)
+        if isinstance(value, Mapping) and "type" in value and value.get("digest") is not None:
+            raise DataError(f"{place}: found an image of another run, by its digest; expected a path or bytes")
+        value = _value_of(value, place)
         try:
             return {"type": "image", "digest": digest({"type": "image", "image": self._located(value, place)}, place)}
         except TemplateError as error:
@@ -121,8 +146,6 @@ class RowImages:
 
     def _located(self, value: Any, place: str) -> Any:
         """Return a path in the folder for a relative one, and other values as they are. Raises `DataError`."""
-        if isinstance(value, Mapping):
-            value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if not isinstance(value, str) or value.startswith("data:"):
             return value
         path = Path(value.removeprefix("file://")).expanduser()
@@ -166,17 +189,42 @@ def _check_and_hash(part: Mapping[str, Any], place: str) -> str:
     return f"{hash(value.tobytes() if isinstance(value, Image.Image) else value) % 2**64:064x}"
 
 
-def _are_messages(value: Any) -> bool:
+def _are_messages(value: Any) -> TypeGuard[Sequence[Message]]:
     return isinstance(value, list | tuple) and all(isinstance(turn, Mapping) and "role" in turn for turn in value)
 
 
-def _value_of(part: Mapping[str, Any]) -> Any:
-    """Return the image of a part, by the keys of Qwen, OpenAI and transformers; None without one."""
-    value = next((part[key] for key in (part["type"], "url", "path") if part.get(key) is not None), None)
-    if isinstance(value, Mapping):
-        if part["type"] == "image_url":
-            return value.get("url")
-        return None if all(item is None for item in value.values()) else value  # null, in a columnar file
+def _is_filled_image(value: Any) -> bool:
+    return is_image(value) and any(item is not None for item in value.values())
+
+
+def _check_indices(messages: Sequence[Message], path: str) -> None:
+    """Raise `DataError` unless the places that say which image of the row they show have its order."""
+    found = [part["index"] for turn in messages for part in image_parts(turn) if part.get("index") is not None]
+    if found != list(range(len(found))):
+        raise DataError(
+            f"column {path}: its images have the indices {found}, expected {list(range(len(found)))}: places are "
+            "filled in order; sort column images, and leave index out"
+        )
+
+
+def _value_of(value: Any, place: str) -> Any:
+    """Return the image that objects hold, by the keys of `datasets`, Qwen, OpenAI and transformers; None without one.
+
+    Raises `DataError` for an object with other keys only, and for one that asks for a size.
+    """
+    while isinstance(value, Mapping):
+        filled = {key: item for key, item in value.items() if key not in ("type", "index") and item}
+        if sizes := [key for key in SIZES if key in filled]:
+            raise DataError(
+                f"{place}: found {', '.join(sizes)} of an image; expected none: the preprocessor_config.json of the "
+                "model says how large images become; write it there, or leave it out"
+            )
+        value = next((filled[key] for key in VALUES if key in filled), None)
+        if value is None and filled:
+            raise DataError(
+                f"{place}: found an image with the keys {', '.join(filled)}; expected a path, bytes or a data URL in "
+                f"one of {', '.join(VALUES)}"
+            )
     return value
 
 
@@ -196,10 +244,11 @@ def undecoded(rows: Rows) -> Rows:
 
 
 def columns_with_images(rows: Rows, settings: DataSetConfig) -> set[str]:
-    """Return the columns of a table whose bytes are read as images: those of images, and lists of messages."""
-    names = {*IMAGE_COLUMNS, *filter(None, image_columns(settings).values())}
+    """Return the columns of a table that may hold bytes, since each row is searched for others than images."""
+    sources = filter(None, image_columns(settings).values())
+    names = {*IMAGE_COLUMNS, *(name for path in sources for name in (path, path.partition(".")[0]))}
     fields = [] if isinstance(rows.items, list) else rows.items.features.arrow_schema
-    return names | {field.name for field in fields if "struct<" in str(field.type) and "role: " in str(field.type)}
+    return names | {field.name for field in fields if "struct<" in str(field.type)}
 
 
 def conversation(row: Row, *, images: RowImages, most: int | None) -> list[Any]:

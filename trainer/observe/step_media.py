@@ -37,6 +37,11 @@ def step_media(
     """Return the media of one step by name. tolerating: that of `MetricsLog`; a page that fails is left out."""
     rows = table_rows(report)[: config.logger.wandb_rollouts]
     media: dict[str, Medium] = {"media/rollouts": Table(columns=COLUMNS, rows=rows)}
+    if config.model.sees_images:
+        from lockstep.trainer.observe.trackers.image_table import ImageTable, strip_of  # other runs do not load it
+
+        strips = [strip_of(rollout, tolerating) for rollout in report.rollouts[: len(rows)]]
+        media["media/rollouts"] = ImageTable(columns=COLUMNS, rows=rows, strips=strips)
     for name, values in distributions(report).items():
         if len(values):
             counts, edges = np.histogram(values, bins=BINS)

@@ -32,6 +32,7 @@ from lockstep.trainer.update.update_guard import Attempt
 
 if TYPE_CHECKING:
     from lockstep.trainer.evaluate.evaluation import Evaluation
+    from lockstep.trainer.observe.trackers.tracker import Medium
 
 COMPARISON = "comparing with the evaluation before training"
 
@@ -95,14 +96,17 @@ class Reporter:
         settings = self._config.logger
         every = settings.wandb_media_every
         if report.rollouts and every and (is_due(every, before=before, after=report.update) or is_first):
-            from lockstep.trainer.observe.step_media import step_media  # other runs do not load it
-
-            tokenizer, start = self._parts.chat.tokenizer, time.perf_counter()
-            self.log.media(report.update, lambda: step_media(report, self._config, tokenizer, self.log.tolerating))
+            start = time.perf_counter()
+            self.log.media(report.update, lambda: self._media(report))
             self._console.did("media", time.perf_counter() - start)
         if is_due(settings.print_rollouts_every, before=before, after=report.update) or is_first:
             for rollout in report.rollouts[: settings.print_rollouts]:
                 self._console.sample(rollout)
+
+    def _media(self, report: StepReport) -> Mapping[str, Medium]:
+        from lockstep.trainer.observe.step_media import step_media  # runs without a tracker do not load it
+
+        return step_media(report, self._config, self._parts.chat.tokenizer, self.log.tolerating)
 
     def evaluation(self, evaluation: Evaluation, update: int) -> None:
         """Print an evaluation, and write its results and rollouts."""

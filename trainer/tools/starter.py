@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,19 @@ import yaml
 
 from lockstep.rewards.functions.answers import ANSWER_COLUMNS
 from lockstep.rewards.functions.numbers import only_number
-from lockstep.rollout.environments.prompt import PROMPT_COLUMNS, is_empty
+from lockstep.rollout.environments.prompt import (
+    IMAGE_COLUMNS,
+    PROMPT_COLUMNS,
+    image_values,
+    is_empty,
+    is_image_file,
+    num_images,
+)
 from lockstep.rollout.errors import ConfigError, DataError
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.data.datasets import is_file, load_rows
 from lockstep.trainer.data.reader import Row
+from lockstep.trainer.data.row_images import VALUES, undecoded
 
 LOOKED_AT = 200
 """Rows from which proposals are made."""
@@ -96,6 +104,27 @@ def reward_function(rows: Sequence[Row], reference: str | None) -> Proposal:
     return Proposal(value=None, reason=f"{reference} has long texts, which an answer will not repeat word for word")
 
 
+def image_columns(rows: Sequence[Row]) -> list[str]:
+    """Return the columns of which every filled row holds images or paths of images: those of usual names first."""
+    names = sorted(_names(rows), key=lambda name: (*IMAGE_COLUMNS, name).index(name))
+    filled = {name: [values for row in rows if (values := image_values(row.get(name)))] for name in names}
+    return [name for name in names if filled[name] and all(map(_is_picture, chain.from_iterable(filled[name])))]
+
+
+def most_images(rows: Sequence[Row], *, column: str | None, prompt: str | None) -> Proposal:
+    """Propose `model.images.max_per_prompt`; None for rows without images. column: with images. prompt: with messages
+    that may show images."""
+    turns = [row.get(prompt) for row in rows] if prompt else []
+    messages = [
+        value for value in turns if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value)
+    ]
+    counts = [len(image_values(row.get(column))) for row in rows] if column else []
+    most = max([*counts, *map(num_images, messages)], default=0)
+    where = f"column {_yaml(column)}" if column else f"the messages of column {_yaml(prompt)}"
+    also = "more where tools or an environment return images, too"
+    return Proposal(value=str(most) if most else None, reason=f"the most that {where} holds in these rows; {also}")
+
+
 def held_out_file(path: str) -> str | None:
     """Return the file beside the training rows whose name says that it is held out."""
     place = Path(path).expanduser()
@@ -129,8 +158,11 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
     `ConfigError` if the rows cannot be read.
     """
     loaded = load_rows(data, split)
-    rows = list(islice(loaded, LOOKED_AT))
+    all_rows = list(islice(undecoded(loaded), LOOKED_AT))
+    pictures = image_columns(all_rows)
+    rows = [{name: value for name, value in row.items() if name not in pictures} for row in all_rows]
     prompt = prompt_column(rows)
+    images = most_images(all_rows, column=next(iter(pictures), None), prompt=prompt.value)
     last = next(iter(_values(rows, prompt.value or "")), None)
     if isinstance(last, Sequence) and last and isinstance(last[-1], Mapping) and last[-1].get("role") == "assistant":
         raise ConfigError(
@@ -144,6 +176,8 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
     renamed = {
         **({"prompt": prompt.value} if prompt.value and prompt.value not in PROMPT_COLUMNS else {}),
         **({"answer": reference.value} if reward.value and reference.value != "answer" else {}),
+        **({"images": pictures[0]} if pictures and pictures[0] not in IMAGE_COLUMNS else {}),
+        **dict.fromkeys(pictures[1:]),
     }
     columns = ", ".join(f"{name}: {_yaml(column)}" for name, column in renamed.items())
     context = context_of(model)
@@ -155,20 +189,21 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
         f"#     lockstep train {_yaml(out.name)}",
         "# docs/settings_file.md says what may stand here, docs/settings.md lists all settings.",
         "",
-        *(
-            ["model:", f"  path: {_yaml(model)}  # a directory or a hub id"]
-            if model
-            else ["# model:", "#   path: <a directory or a hub id>  # left open: write it here"]
-        ),
+        *(["model:"] if model or images.value else ["# model:"]),
+        f"  path: {_yaml(model)}  # a directory or a hub id"
+        if model
+        else "#   path: <a directory or a hub id>  # left open: write it here",
+        *(["  images:", f"    max_per_prompt: {images.value}  # {images.reason}"] if images.value else []),
         "",
         "data:",
         f"  path: {_yaml(path)}",
         f"  heldout_path: {_yaml(held_out and _relative(held_out, out))}  # "
         + ("a file of that name lies beside it" if held_out else "rows for evaluations, which are never trained"),
         *([f"  split: {_yaml(split)}"] if not is_file(data) and split != "train" else []),
-        f"  # columns: {_listed(_names(rows))}",
+        f"  # columns: {_listed(_names(all_rows))}",
         f"  # prompt: {prompt.reason}" + ("" if prompt.value else "; left open: write columns: {prompt: <column>}"),
         f"  # reference: {reference.reason}",
+        *([f"  # images: those of column {_yaml(pictures[0])} are shown"] if pictures else []),
         *([f"  columns: {{{columns}}}  # as the environment and the reward read them"] if columns else []),
         "",
         "environment:",
@@ -185,7 +220,8 @@ def starter(data: str, *, model: str | None = None, split: str = "train", out: P
         "  samples_per_prompt: 8  # answers that are compared with each other",
         f"  max_tokens_per_turn: {min(MOST_SAMPLED, context // 2)}  # longer answers are cut (without this line: "
         f"{defaults.max_tokens_per_turn})",
-        f"  max_model_len: {context}  # prompt and answer (without this line: {defaults.max_model_len})",
+        f"  max_model_len: {context}  # prompt{' with its images' * bool(images.value)} and answer (without this line: "
+        f"{defaults.max_model_len})",
         "",
         *(
             ["eval:", "  every: 20  # updates between evaluations on the held-out rows", "  before_training: true", ""]
@@ -210,6 +246,13 @@ def write_starter(data: str, out: Path, *, model: str | None = None, split: str 
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error.strerror}") from error
     return [line.strip("# ") for line in text.splitlines() if "left open" in line]
+
+
+def _is_picture(value: Any) -> bool:
+    """True for the bytes or the path of an image, also inside of an object."""
+    while isinstance(value, Mapping):
+        value = next((value[key] for key in VALUES if value.get(key) is not None), None)
+    return is_image_file(value)
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -25,6 +25,7 @@ from lockstep.trainer.data.datasets import load_rows
 from lockstep.trainer.objective.own.lookup import policy_loss_named
 from tests.fixtures.models import save_tiny_model
 from tests.fixtures.paths import ROOT
+from tests.fixtures.vision import save_tiny
 
 ROWS = [{"question": f"compute {number}+1", "answer": str(number + 1)} for number in range(8)]
 
@@ -353,6 +354,24 @@ def test_a_loaded_model_is_written_once(tmp_path: Path, model: Path, capsys: pyt
     assert [path.name for path in (tmp_path / ".models").iterdir()] == [place.name]
     loaded.lm_head.weight.data += 1
     assert content(**given)["model"]["path"] != str(place)
+
+
+def test_a_loaded_model_that_sees_images_is_written_with_its_processor(tmp_path: Path) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+
+    path = save_tiny("qwen2_5_vl", tmp_path / "model")
+    loaded, processor = AutoModelForImageTextToText.from_pretrained(path), AutoProcessor.from_pretrained(path)
+    given = {"model": {"path": loaded, "images": {"max_per_prompt": 1}}, "run_root": tmp_path}
+    place = content(**given, tokenizer=processor)["model"]["path"]
+    assert AutoImageProcessor.from_pretrained(place).to_dict() == processor.image_processor.to_dict()
+    assert (Path(place) / "tokenizer.json").is_file()
+    assert (Path(place) / "chat_template.jinja").is_file()
+    for other in (processor.tokenizer, processor.image_processor, None):
+        with pytest.raises(ConfigError, match=r"pass tokenizer=transformers.AutoProcessor.from_pretrained\(<where"):
+            content(**given, tokenizer=other)
+    with pytest.raises(ConfigError, match="wants the processor"):
+        content(model=loaded, tokenizer=processor.tokenizer, run_root=tmp_path, **{"model.images.max_per_prompt": 1})
+    assert content(model=loaded, tokenizer=processor.tokenizer, run_root=tmp_path), "it may also train on texts"
 
 
 def test_a_model_that_cannot_be_written_is_refused(model: Path) -> None:

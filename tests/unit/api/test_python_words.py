@@ -55,6 +55,7 @@ def refusal(**arguments: Any) -> str:
         ({"scale_rewards": False}, 'write algorithm={"advantage": ...} (docs/migrating.md)'),
         ({"reward_funcs": right}, "write rewards=[right]"),
         ({"processing_class": Factory()}, "write tokenizer=..."),
+        ({"processor": Factory()}, "write tokenizer=..."),
         ({"agent": right}, "write environment=right"),
         ({"per_device_train_batch_size": 8}, "write token_budget=... (docs/migrating.md)"),
         ({"peft_config": Factory()}, 'write model={"lora": ...} (docs/migrating.md)'),

@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.observe.trackers.image_table import ImageTable
 from lockstep.trainer.observe.trackers.tracker import (
     Histogram,
     LocalTracker,
@@ -52,9 +53,19 @@ class TensorBoardRun(LocalTracker):
         for name, medium in media(values).items():
             if isinstance(medium, Table):
                 self._writer.add_text(name, _markdown(medium), update)
+                if isinstance(medium, ImageTable):
+                    self._images(update, f"{name}/images", medium)
             elif isinstance(medium, Histogram):
                 self._histogram(update, name, medium)
         self._writer.flush()  # a killed run keeps all it logged
+
+    def _images(self, update: int, name: str, table: ImageTable) -> None:
+        """Draw each strip once, one below another: a group of rollouts often has the same images."""
+        from lockstep.rollout.media.thumbnail import one_below_another  # other runs do not load it
+
+        if strips := {strip.caption: strip.image for strip in table.strips if strip is not None}:
+            joined = one_below_another(list(strips.values()))
+            self._writer.add_image(name, np.asarray(joined), update, dataformats="HWC")
 
     def _histogram(self, update: int, name: str, histogram: Histogram) -> None:
         middles = (histogram.edges[:-1] + histogram.edges[1:]) / 2

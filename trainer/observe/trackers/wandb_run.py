@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
+from lockstep.trainer.observe.trackers.image_table import ImageTable
 from lockstep.trainer.observe.trackers.tracker import Histogram, Lineage, Medium, Page, Place, Table, Values
 from lockstep.trainer.observe.trackers.view import short_path
 
@@ -101,6 +102,14 @@ def _converted(value: float | Medium) -> Any:
     import wandb
 
     match value:
+        case ImageTable():
+            strips = [
+                strip and wandb.Image(strip.image, caption=strip.caption, file_type="jpg") for strip in value.strips
+            ]
+            return wandb.Table(
+                columns=[*value.columns, "images"],
+                data=[[*row, strip] for row, strip in zip(value.rows, strips, strict=True)],
+            )
         case Table():
             return wandb.Table(columns=list(value.columns), data=[list(row) for row in value.rows])
         case Histogram():

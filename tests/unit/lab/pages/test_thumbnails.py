@@ -15,9 +15,10 @@ from lockstep.lab.inspect_run import Selection, show_run
 from lockstep.lab.pages import thumbnails
 from lockstep.lab.pages.run_report import report
 from lockstep.lab.pages.saved_run import SavedRun
-from lockstep.lab.pages.thumbnails import MAX_SIDE, Thumbnails, saved_image, sized_mark
+from lockstep.lab.pages.thumbnails import Thumbnails, saved_image, sized_mark
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.media.store import ImageStore
+from lockstep.rollout.media.thumbnail import MAX_SIDE
 from lockstep.rollout.records import EngineCall, FinishReason, ImageSpan, Rollout
 from tests.fixtures.browser import WIDTHS, dom, needs_chromium
 from tests.fixtures.vision import picture

@@ -196,9 +196,92 @@ def test_images_of_another_column(folder: Path) -> None:
     check_row(loaded(folder / "rows.parquet", {"image": "picture"}), PARTS[0], column="image")
     path = write_json(folder / "rows.jsonl", [{**ASKED, "meta": {"picture": "pictures/0.png"}}])
     check_row(loaded(path, {"images": "meta.picture"}), PARTS[0])
-    assert "column picture holds images; set model.images.max_per_prompt=<the most images of a row>" in refused(
-        folder / "rows.parquet"
-    )
+    said = refused(folder / "rows.parquet")
+    assert "column picture holds an image that no prompt shows; set 'data.columns={images: picture}', or leave" in said
+
+
+STRUCT = {"bytes": BYTES[0], "path": "elsewhere.png"}
+
+
+def rows_of(kind: str, rows: list[Any], folder: Path, columns: dict[str, str | None] | None = None) -> DataSet:
+    """Return rows of Python or of a parquet file, of which every row has been checked."""
+    if kind == "parquet":
+        return loaded(write_table(folder / "rows.parquet", rows), columns)
+    given = datasets.Dataset.from_list(rows) if kind == "table" else rows
+    return DataSet(given_rows(given, of="data")[1], DataSetConfig(path="rows", columns=columns), store=ImageStore())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "python"])
+@pytest.mark.parametrize(
+    ("value", "path", "numbers"),
+    [
+        ({"pictures": [STRUCT], "n": 1}, "meta.pictures", [0]),
+        ({"picture": STRUCT, "n": 1}, "meta.picture", [0]),
+        ({"of": {"pictures": [{"bytes": one, "path": None} for one in BYTES[:2]]}}, "meta.of.pictures", [0, 1]),
+        ([{"image": STRUCT}, {"image": {"bytes": BYTES[1], "path": None}}], "meta", [0, 1]),
+        ([{"url": URLS[2]}], "meta", [2]),
+    ],
+)
+def test_images_inside_of_a_column(folder: Path, kind: str, value: Any, path: str, numbers: list[int]) -> None:
+    data = rows_of(kind, [{**ASKED, "meta": value}], folder, {"images": path})
+    check_row(data, *(PARTS[number] for number in numbers))
+
+
+@pytest.mark.parametrize("kind", ["table", "parquet", "python"])
+def test_messages_inside_of_a_column(folder: Path, kind: str) -> None:
+    for part in (
+        {"type": "image", "image": STRUCT},
+        {"type": "image", "image": {"bytes": BYTES[0], "path": None}},
+        {"type": "image_url", "image_url": STRUCT},
+        {"type": "image", "image": {"url": URLS[0]}},
+        {"type": "image_url", "image_url": {"url": URLS[0], "detail": "low"}},
+    ):
+        chat = {"turns": [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}], "id": 3}
+        row = rows_of(kind, [{"chat": chat, "answer": "x"}], folder, {"prompt": "chat.turns"})[0]
+        assert json.loads(json.dumps(row)) == row, "no bytes, also in the other column"
+        assert row["chat"]["turns"][0]["content"][0] == PARTS[0]
+        assert PromptReader().messages(row)[0]["content"][0] == PARTS[0]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "python"])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"meta": {"pictures": [STRUCT], "n": 1}},
+            "column meta.pictures holds an image that no prompt shows; set 'data",
+        ),
+        (
+            {"meta": {"shots": [{"picture": STRUCT}]}},
+            "column meta.shots[0].picture holds an image that no prompt shows;",
+        ),
+        ({"image": BYTES[0], "meta": {"raw": BYTES[1]}}, "or leave it out: 'data.columns={meta: null}'"),
+        ({"images": [{"left": STRUCT}]}, "column images, image 0: found an image with the keys left; expected a path"),
+        ({"images": [{"image": STRUCT, "max_pixels": 999}]}, "column images, image 0: found max_pixels of an image;"),
+    ],
+)
+def test_images_that_no_prompt_shows_are_refused_with_their_path(folder: Path, kind: str, row: Any, words: str) -> None:
+    with pytest.raises(DataError) as error:
+        rows_of(kind, [{**ASKED, **row}], folder)[0]
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "<image>", "images": ["pictures/0.png"]}, "message 0: found images in its key images; expected"),
+        ({"content": [{"type": "image", "source": {"data": "iVBO"}}]}, "part 0: found an image with the keys source;"),
+        ({"content": [{"type": "input_image", "image_url": URLS[0]}]}, '"type": "input_image", expected "image"'),
+        ({"content": [{"image": "pictures/0.png"}]}, 'part 0: found an image and "type": null, expected "image"'),
+        (
+            {"content": [{"type": "image", "index": 1}, {"type": "image", "index": 0}]},
+            "column prompt: its images have the indices [1, 0], expected [0, 1]",
+        ),
+    ],
+)
+def test_an_image_of_a_message_in_another_form_is_refused(folder: Path, message: Any, words: str) -> None:
+    row = {"prompt": [{"role": "user", **message}], "images": ["pictures/1.png", "pictures/2.png"], "answer": "x"}
+    assert words in refused(write_json(folder / "rows.jsonl", [row]))
 
 
 @pytest.mark.parametrize("kind", [list, lambda rows: lambda: iter(rows)])

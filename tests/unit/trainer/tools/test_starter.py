@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import yaml
+from PIL import Image
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.checks.data import first_row_problems
+from lockstep.trainer.config.groups.data_settings import DataSetConfig
+from lockstep.trainer.config.groups.task_settings import EnvironmentConfig, RewardConfig
+from lockstep.trainer.data.row_check import RowCheck
 from lockstep.trainer.settings_file import fit
 from lockstep.trainer.tools.starter import write_starter
 
@@ -122,3 +129,50 @@ def test_demonstrations_are_named_as_such(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(ConfigError, match="demonstrations; train on them with algorithm=sft"):
         propose(tmp_path, {"messages": turns})
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "columns"),
+    [
+        ([{"image": "a.png"}, {"image": "b.jpg"}], 1, None),
+        ([{"images": []}, {"images": ["a.png", "data:image/png;base64,aa"]}, {"images": ["c.PNG"]}], 2, None),
+        ([{"picture": {"bytes": None, "path": "a.png"}}], 1, {"images": "picture"}),
+        ([{"picture": [{"image": "a.png"}] * 3, "mask": "b.png"}], 3, {"images": "picture", "mask": None}),
+        ([{"page": "a.html"}], None, None),
+        ([{"image": "ubuntu:22.04"}], None, None),
+    ],
+)
+def test_images_are_found_and_counted(
+    tmp_path: Path, rows: list[dict[str, Any]], most: int | None, columns: dict[str, str | None] | None
+) -> None:
+    values, left_open = propose(tmp_path, *({"problem": "q", "answer": "4", **row} for row in rows))
+    assert values.get("model") == (most and {"images": {"max_per_prompt": most}})
+    assert values["data"]["columns"] == {"prompt": "problem", **(columns or {})}
+    assert len(left_open) == 1
+
+
+def test_images_of_messages_are_counted(tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    values, _ = propose(tmp_path, {"messages": [{"role": "user", "content": parts}], "image": "b.png", "answer": "4"})
+    assert values["model"]["images"] == {"max_per_prompt": 2}
+
+
+def test_a_path_of_an_image_is_no_prompt(tmp_path: Path) -> None:
+    _, left_open = propose(tmp_path, {"words": "q", "image": "b.png", "answer": "4"})
+    assert any("it may be words, the only text beside the reference" in line for line in left_open)
+
+
+def test_the_first_row_of_a_proposal_with_images_is_used(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(file, format="PNG")
+    rows = [{"question": "what?", "scan": {"bytes": file.getvalue(), "path": None}, "answer": "4"}]
+    datasets.Dataset.from_list(rows).cast_column("scan", datasets.Image()).to_parquet(tmp_path / "train.parquet")
+    write_starter(str(tmp_path / "train.parquet"), tmp_path / "run.yaml")
+    values = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    check = RowCheck(
+        EnvironmentConfig(**values["environment"]),
+        RewardConfig(**values["reward"]),
+        max_images=values["model"]["images"]["max_per_prompt"],
+    )
+    sets = [DataSetConfig(path=str(tmp_path / "train.parquet"), columns=values["data"]["columns"])]
+    assert list(first_row_problems(sets, check, heldout_path=None)) == []
