@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lockstep.demo.tokenizer import VISION_TEMPLATE
+from lockstep.integrations.tool_servers.tool_server import close_servers
 from lockstep.lab.environments.journal import Journal
 from lockstep.lab.environments.kit import findings
 from lockstep.lab.environments.scripted_engine import CannotScore, RecordingEngine
@@ -39,6 +41,26 @@ def look(side: int):
 """
 
 
+SERVER = """
+import io
+
+from mcp.server.mcpserver import Image, MCPServer
+from PIL import Image as Picture
+
+server = MCPServer("pictures")
+
+
+@server.tool(structured_output=False)
+def look(side: int) -> Image:
+    file = io.BytesIO()
+    Picture.new("RGB", (56, 56), (9 * side, 0, 0)).save(file, format="PNG")
+    return Image(data=file.getvalue(), format="png")
+
+
+server.run("stdio")
+"""
+
+
 class Sees(CannotScore):
     """Engine that answers with the digest of the last image."""
 
@@ -55,7 +77,7 @@ class Sees(CannotScore):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Directory of a model, of rows that differ only by picture and answer, and of a tool."""
     directory = tmp_path_factory.mktemp("images")
     save_tiny("qwen2_5_vl", directory / "model")
@@ -66,15 +88,34 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows.append({"prompt": "Which?", "image": f"{number}.png", "answer": str(70 + number)})
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "tool.py").write_text(TOOL)
-    return directory
+    (directory / "server.py").write_text(SERVER)
+    yield directory
+    close_servers()
 
 
-def test_rows_that_differ_by_their_images_and_a_tool_that_shows_one_pass(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ("tools", {"files": ["{directory}/tool.py:look"]}),
+        pytest.param(
+            "mcp",
+            {
+                "servers": {"own": {"command": sys.executable, "args": ["{directory}/server.py"]}},
+                "start_timeout_s": 300.0,
+                "tool_timeout_s": 300.0,
+            },
+            marks=[pytest.mark.long, pytest.mark.timeout(600)],
+        ),
+    ],
+)
+def test_rows_that_differ_by_their_images_and_a_tool_that_shows_one_pass(
+    directory: Path, environment: str, settings: dict[str, Any]
+) -> None:
     config = Config()
     config.model.path, config.model.images.max_per_prompt = str(directory / "model"), 3
     config.data.path, config.data.heldout_path = str(directory / "rows.jsonl"), None
-    config.environment.name, config.environment.max_turns = "tools", 3
-    config.environment.settings = {"files": [f"{directory}/tool.py:look"]}
+    config.environment.name, config.environment.max_turns = environment, 3
+    config.environment.settings = json.loads(json.dumps(settings).replace("{directory}", str(directory)))
     config.reward.functions, config.reward.isolation = ["exact_match"], "thread"
     config.rollout.max_tokens_per_turn, config.rollout.max_model_len = 128, 2048
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -86,7 +127,7 @@ def test_rows_that_differ_by_their_images_and_a_tool_that_shows_one_pass(directo
             engine.loop = loop
             yield engine
 
-    options = Options(rows=3, samples=2, deadline_s=30.0)
+    options = Options(rows=3, samples=2, deadline_s=300.0)
     found = {one.check: one for one in findings(config, options, Journal(), open_engine=opened)}
     assert failed(found) == set(), found
     assert found["tool look"].measured.startswith("[image")
