@@ -172,14 +172,14 @@ class SandboxEnvironment(ToolEnvironment):
                 sandbox = await self._opened()
                 start = time.monotonic()
                 result = await sandbox.run(language, text, timeout_s=timeout_s)
-                shown = await self._images(sandbox) if self._max_images else []
+                image_parts = await self._images(sandbox) if self._max_images else []
             except SandboxError as error:
                 self._fault = error
                 raise
             self._left_s -= time.monotonic() - start
             self._facts["programs_failed"] += result.status != 0
             self._facts["programs_timed_out"] += result.ended is Ended.TIMEOUT
-            parts = [result_text(_cut(result, self._output_bytes), timeout_s), *shown]
+            parts = [result_text(_cut(result, self._output_bytes), timeout_s), *image_parts]
             return "\n".join(parts) if all(isinstance(part, str) for part in parts) else parts
 
     async def _images(self, sandbox: Sandbox) -> list[Any]:
@@ -188,12 +188,12 @@ class SandboxEnvironment(ToolEnvironment):
         result = await sandbox.run(Language.PYTHON, program, timeout_s=self._timeout_s)
         count, *files = result.stdout.split() or ["0"]
         files = files[: self._max_images]
-        shown = [await asyncio.to_thread(_image, file, number) for number, file in enumerate(files, 1)]
+        parts = [await asyncio.to_thread(_image, file, number) for number, file in enumerate(files, 1)]
         if result.status:
-            shown.append(f"[images/ could not be read: {result.stderr.strip()[-200:] or result.ended}]")
+            parts.append(f"[images/ could not be read: {result.stderr.strip()[-200:] or result.ended}]")
         elif count != str(len(files)):
-            shown.append(f"[images/ has {count[:9]} new files, {len(files)} are shown]")
-        return shown
+            parts.append(f"[images/ has {count[:9]} new files, {len(files)} are shown]")
+        return parts
 
     async def _opened(self) -> Sandbox:
         if self._sandbox is None:
@@ -219,7 +219,7 @@ def _image(encoded: str, number: int) -> Any:
 
 
 def _cut(result: Execution, most: int) -> Execution:
-    """Return a result with at most so many bytes of each output."""
+    """Return a result with at most `most` bytes of each output."""
     out, err = result.stdout.encode(), result.stderr.encode()
     return replace(
         result,

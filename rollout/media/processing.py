@@ -173,11 +173,11 @@ class ImageProcessing:
         """Return in words what another model reads in another way; None if it can be given the same ids and tensors."""
         if other.family is not self.family:
             return f"its images are {other.family.image_token}, expected {self.family.image_token}"
-        found, expected = other._processor.to_dict(), self._processor.to_dict()
-        for name in sorted(found.keys() | expected.keys()):
+        theirs, ours = other._processor.to_dict(), self._processor.to_dict()
+        for name in sorted(theirs.keys() | ours.keys()):
             # Names of classes differ between versions of transformers that wrote the files.
-            if not name.endswith(("_type", "_class")) and found.get(name) != expected.get(name):
-                return f"its image processor has {name}={found.get(name)}, expected {expected.get(name)}"
+            if not name.endswith(("_type", "_class")) and theirs.get(name) != ours.get(name):
+                return f"its image processor has {name}={theirs.get(name)}, expected {ours.get(name)}"
         blank = Image.new("RGB", (224, 168))
         counts = [one.prepared(one.store.add(blank)).num_tokens for one in (other, self)]
         return None if counts[0] == counts[1] else f"it has {counts[0]} tokens for an image, expected {counts[1]}"

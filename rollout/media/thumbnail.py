@@ -13,7 +13,7 @@ GAP = 4
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
-    """Return a copy of an image that is no larger than `MAX_SIDE`."""
+    """Return a copy of an image, of at most `MAX_SIDE` pixels in both directions."""
     small = image.copy()
     small.thumbnail((MAX_SIDE, MAX_SIDE))
     return small

@@ -72,9 +72,9 @@ class ImageFeatures:
         }
 
     def _check(self, answer: Any, ids: Sequence[int], images: Sequence[ImageSpan]) -> None:
-        found = answer if isinstance(answer, Mapping) else {}
+        fields = answer if isinstance(answer, Mapping) else {}
         places = {"image": _places(images)}
-        if found.get("prompt_token_ids") != list(ids) or found.get("mm_placeholders") != places:
+        if fields.get("prompt_token_ids") != list(ids) or fields.get("mm_placeholders") != places:
             raise EvidenceError(
                 f"{self._source} answered to another prompt than the {len(ids)} tokens with {len(images)} images that "
                 "were sent; expected a vLLM 0.32 server"

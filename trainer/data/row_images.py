@@ -199,10 +199,10 @@ def _is_filled_image(value: Any) -> bool:
 
 def _check_indices(messages: Sequence[Message], path: str) -> None:
     """Raise `DataError` unless the places that say which image of the row they show have its order."""
-    found = [part["index"] for turn in messages for part in image_parts(turn) if part.get("index") is not None]
-    if found != list(range(len(found))):
+    indices = [part["index"] for turn in messages for part in image_parts(turn) if part.get("index") is not None]
+    if indices != list(range(len(indices))):
         raise DataError(
-            f"column {path}: its images have the indices {found}, expected {list(range(len(found)))}: places are "
+            f"column {path}: its images have the indices {indices}, expected {list(range(len(indices)))}: places are "
             "filled in order; sort column images, and leave index out"
         )
 

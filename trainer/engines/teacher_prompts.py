@@ -126,8 +126,8 @@ class TeacherPrompts:
             return TeacherRow.plain(row)
         first = _first_prompt(rollout)
         start = len(first)
-        shown = [image for image in row.images if image.start < start]
-        if PromptIds(row.ids[:start].tolist(), shown) != first:
+        its_images = [image for image in row.images if image.start < start]
+        if PromptIds(row.ids[:start].tolist(), its_images) != first:
             raise DataError(
                 f"a row of rollout {rollout.rollout_id} does not begin with its first prompt: the conversation "
                 "branched, and teacher.context has no place in the branch; set environment.history=keep"

@@ -165,7 +165,7 @@ class _EngineStart:
     loop: BackgroundLoop
     log_path: Path
     images: ImageProcessing | None
-    """Of the student, and so of the teacher (`refuse_other_images`)."""
+    """Those of the student, which are the teacher's, too (`refuse_other_images`)."""
 
     def averaged(self, own: EngineSettings) -> SyncedEngine:
         """Start an engine like the policy's, which gets weights as that does. own: of the policy, with its context."""

@@ -157,7 +157,7 @@ def test_images_of_messages_are_counted(tmp_path: Path) -> None:
     assert values["model"]["images"] == {"max_per_prompt": 2}
 
 
-def test_a_path_of_an_image_is_no_prompt(tmp_path: Path) -> None:
+def test_a_path_of_an_image_is_not_a_prompt(tmp_path: Path) -> None:
     _, left_open = propose(tmp_path, {"words": "q", "image": "b.png", "answer": "4"})
     assert any("it may be words, the only text beside the reference" in line for line in left_open)
 
