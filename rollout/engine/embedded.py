@@ -18,19 +18,17 @@ import asyncio
 import atexit
 import itertools
 import json
-import math
 import os
+import random
 import shutil
 import tempfile
-import time
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import spawn
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from lockstep.rollout.engine.adapters import AdapterSettings, refuse_adapter
 from lockstep.rollout.engine.arguments import engine_arguments, engine_variables
@@ -68,11 +66,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 WATCH_S = 0.5
-"""Interval at which a waiting call checks that the engine is alive."""
+"""Interval of the check that the engine is alive while calls wait for it."""
+ENDED = 0.0
+"""Time [s] of the loop, long past, that is set as the limit of a call to end it."""
 SHUTDOWN_TIMEOUT_S = 5.0
 REQUEST_ATTEMPTS = 3
 """Attempts of a request with a passing failure. A request that hangs, is invalid or finds the engine dead has one."""
 FIRST_PAUSE_S = 0.1
+"""Pause before the second attempt; it doubles with each further one. Up to as much again is added at random."""
 LOG_TAIL_LINES = 15
 
 PAUSE_MODES = ("wait", "keep", "abort")
@@ -107,6 +108,9 @@ class EmbeddedEngine:
         self.weight_transfer_backend = settings.weight_transfer_backend
         self._request_timeout_s = settings.request_timeout_s
         self._request_ids = itertools.count()
+        self._calls: set[asyncio.Timeout] = set()
+        """Limits of the calls in flight, by which they are ended."""
+        self._watcher: asyncio.Task[None] | None = None
         self._admits = asyncio.Event()
         """Unset from a pause that drains or aborts until the engine resumes: vLLM 0.33 refuses requests meanwhile."""
         self._admits.set()
@@ -333,6 +337,10 @@ class EmbeddedEngine:
         if self._llm is not None and self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # otherwise it reports the shutdown as a death
         await asyncio.to_thread(self._shutdown)
+        self._end_calls()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
         self._admits.set()
 
     def _shutdown(self) -> None:
@@ -343,22 +351,27 @@ class EmbeddedEngine:
             del llm
             gc_collect_all()  # vLLM's engine is in a reference cycle and complains if collected at interpreter exit
 
-    @retry(
-        retry=retry_if_exception_type(RequestError),
-        stop=stop_after_attempt(REQUEST_ATTEMPTS),
-        wait=wait_exponential_jitter(multiplier=FIRST_PAUSE_S, jitter=FIRST_PAUSE_S),
-        reraise=True,
-    )
     async def _request(
         self, ids: Sequence[int], params: dict[str, Any], model: str = POLICY, images: Sequence[ImageSpan] = ()
     ) -> RequestOutput:
+        for attempt in range(REQUEST_ATTEMPTS - 1):
+            with suppress(RequestError):
+                return await self._attempt(ids, params, model, images)
+            await asyncio.sleep(FIRST_PAUSE_S * (2**attempt + random.random()))
+        return await self._attempt(ids, params, model, images)
+
+    async def _attempt(
+        self, ids: Sequence[int], params: dict[str, Any], model: str, images: Sequence[ImageSpan]
+    ) -> RequestOutput:
         from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        settings = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+        # vLLM copies parameters deeply unless they are those of one request.
+        settings = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
         if self._image_prompts is None:
             refuse_images(images, source=self.name)
-            prompt = {"prompt_token_ids": list(ids)}
+            prompt = tokens_input(list(ids))  # vLLM would render raw ids in a thread
         else:
             prompt = self._image_prompts.input(ids, images)
         answer = self._final_output(prompt, settings, model)
@@ -378,36 +391,51 @@ class EmbeddedEngine:
             raise EvidenceError(f"engine: the request ended with {len(outputs)} outputs, expected 1")
         return outputs[0]
 
-    async def _call(self, call: Coroutine[Any, Any, T], action: str, *, timeout_s: float | None = None) -> T:
-        """Await a vLLM call and turn its failures into `EngineError`. action: for messages.
-
-        The engine is checked meanwhile: vLLM leaves control calls unanswered when it dies.
-        """
-        from vllm.exceptions import VLLMClientError, VLLMError
-        from vllm.v1.engine.exceptions import EngineGenerateError
-
-        task = asyncio.ensure_future(call)
-        give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    async def _call(self, call: Awaitable[T], action: str, *, timeout_s: float | None = None) -> T:
+        """Await a vLLM call and turn its failures into `EngineError`. action: for messages."""
+        limit = asyncio.timeout(timeout_s)
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch())
         try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=max(0.0, min(WATCH_S, give_up_at - time.monotonic())))
-                if task.done():
-                    break
+            async with limit:
+                self._calls.add(limit)
+                try:
+                    return await call
+                finally:
+                    self._calls.remove(limit)
+        except Exception as error:
+            from vllm.exceptions import VLLMClientError, VLLMError
+            from vllm.v1.engine.exceptions import EngineGenerateError
+
+            if limit.expired():
                 if self.llm.errored:
-                    raise self._dead(action)
-                if time.monotonic() >= give_up_at:
-                    raise EngineError(
-                        f"cannot {action}: no answer within {timeout_s:g} s, so the engine hangs or is overloaded; "
-                        f"raise rollout.request_timeout_s if it is only slow\n{_log_tail(self.log_path)}"
-                    )
-            return task.result()
-        except (VLLMError, EngineGenerateError) as error:
+                    raise self._dead(action) from None
+                if limit.when() == ENDED:
+                    raise EngineError("the engine was closed") from None
+                raise EngineError(
+                    f"cannot {action}: no answer within {timeout_s:g} s, so the engine hangs or is overloaded; "
+                    f"raise rollout.request_timeout_s if it is only slow\n{_log_tail(self.log_path)}"
+                ) from None
+            if not isinstance(error, (VLLMError, EngineGenerateError)):
+                raise
             if self.llm.errored:
                 raise self._dead(action) from error
             kind = EngineError if isinstance(error, VLLMClientError) else RequestError
             raise kind(f"cannot {action}: {error}\n{_log_tail(self.log_path)}") from error
-        finally:
-            task.cancel()
+
+    async def _watch(self) -> None:
+        """End the calls in flight when the engine is dead: vLLM leaves control calls unanswered when it dies."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._llm is None or self._llm.errored:
+                self._end_calls()
+            if not self._calls:
+                return
+
+    def _end_calls(self) -> None:
+        for limit in self._calls:
+            if not limit.expired():
+                limit.reschedule(ENDED)
 
     def _dead(self, action: str) -> EngineError:
         return EngineError(
