@@ -363,9 +363,8 @@ class EmbeddedEngine:
     async def _attempt(
         self, ids: Sequence[int], params: dict[str, Any], model: str, images: Sequence[ImageSpan]
     ) -> RequestOutput:
-        from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         # vLLM copies parameters deeply unless they are those of one request.
         settings = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)

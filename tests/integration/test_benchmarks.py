@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 NUMBERS = {
     "asynchrony": ("ratio_wait", "ratio_drop"),
     "compare_trl": ("multi_turn_ratio", "single_turn_ratio"),
+    "front_end": ("ratio_8", "ratio_16"),
     "growth": ("time_by_length", "memory_by_length", "time_by_ranks"),
     "head": ("total_ratio", "peak_ratio"),
     "loop": ("float32_k3_kl", "bfloat16_k3_kl", "float32_update_share", "float32_gb_per_s"),
