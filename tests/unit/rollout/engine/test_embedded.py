@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +14,16 @@ import torch
 from transformers import Qwen3_5Config
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import RetryableRequestError
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
 
+from lockstep.rollout.engine import embedded
 from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.engine.arguments import CPU_BLOCK_TOKENS, engine_arguments
 from lockstep.rollout.engine.embedded import EmbeddedEngine, _check_compiler
 from lockstep.rollout.engine.engine_answers import UNUSABLE_PREFIX
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.errors import ConfigError, EngineError
+from lockstep.rollout.errors import ConfigError, EngineError, RequestError
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from tests.fixtures.families import FAMILIES
 from tests.fixtures.models import save_tiny_model
@@ -209,3 +210,162 @@ def test_an_engine_whose_weights_no_sync_brings_back_keeps_them_asleep(
         stand_in: Any = engine.llm
         assert stand_in.slept == expected
         loop.run(engine.close())
+
+
+class Holds(RefusesWhilePaused):
+    """Stand-in for vLLM that raises its `failures`, one per request, and holds all other requests and control calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[Exception] = []
+        self.answers = asyncio.Event()
+        self.aborted: list[str] = []
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[str]:
+        self.answered += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        try:
+            await self.answers.wait()
+        except asyncio.CancelledError:
+            self.aborted.append(request_id)
+            raise
+        yield "answer"
+
+    async def get_weight_version(self) -> str:
+        await self.answers.wait()
+        return "default"
+
+
+class Held(EmbeddedEngine):
+    llm: Any
+
+    async def _build(self) -> Any:
+        return Holds()
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    monkeypatch.setattr(embedded, "WATCH_S", 0.01)
+    with BackgroundLoop() as loop:
+        engine = Held(EngineSettings(model=str(tmp_path)), loop=loop, log_path=tmp_path / "engine.log")
+        yield engine
+        loop.run(engine.close())
+
+
+async def begin(engine: Held, number: int = 1) -> list[asyncio.Task[Any]]:
+    """Return requests that have reached vLLM."""
+    reached = engine.llm.answered + number
+    tasks = [asyncio.create_task(engine._request([5], {})) for _ in range(number)]
+    while engine.llm.answered < reached:
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def outcomes(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+    """Return results and errors, which must come, and see that they leave no task behind."""
+    async with asyncio.timeout(10):
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0.01)
+    return ended
+
+
+def test_one_task_watches_all_calls_and_ends_them_when_the_engine_dies(held: Held) -> None:
+    async def die() -> list[Any]:
+        tasks = await begin(held, 20)
+        tasks.append(asyncio.create_task(held.weight_version()))
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in tasks)
+        assert len(asyncio.all_tasks()) == len(tasks) + 2, "the calls, this one, and the watcher"
+        held.llm.errored = True
+        return await outcomes(tasks)
+
+    errors = held.loop.run(die())
+    assert {type(error) for error in errors} == {EngineError}
+    assert all(str(error).startswith("cannot sample: the engine is dead; resume") for error in errors[:-1])
+    assert str(errors[-1]).startswith("cannot read the weight version: the engine is dead")
+    assert len(held.llm.aborted) == 20
+    assert held.restart_if_dead()
+
+    async def live() -> list[Any]:
+        tasks = await begin(held)
+        held.llm.answers.set()
+        return await outcomes(tasks)
+
+    assert held.loop.run(live()) == ["answer"]
+
+
+def test_a_deadline_ends_and_aborts_one_request_and_leaves_the_others(held: Held) -> None:
+    async def wait() -> list[Any]:
+        held._request_timeout_s = 60
+        (patient,) = await begin(held)
+        held._request_timeout_s = 0.05
+        (hasty,) = await begin(held)
+        await asyncio.wait([hasty], timeout=10)
+        assert not patient.done()
+        assert held.llm.aborted == ["lockstep-1"]
+        held.llm.answers.set()
+        return await outcomes([patient, hasty])
+
+    answer, error = held.loop.run(wait())
+    assert answer == "answer"
+    assert type(error) is EngineError
+    assert "cannot sample: no answer within 0.05 s" in str(error)
+    assert "raise rollout.request_timeout_s" in str(error)
+    assert held.llm.answered == 2, "a request that hangs has one attempt"
+
+
+def test_a_canceled_request_is_aborted_and_a_closed_engine_ends_its_calls(held: Held) -> None:
+    async def end() -> list[Any]:
+        canceled, closed = await begin(held, 2)
+        control = asyncio.create_task(held.weight_version())
+        await asyncio.sleep(0)
+        canceled.cancel()
+        await asyncio.wait([canceled])
+        llm = held.llm
+        assert llm.aborted == ["lockstep-0"]
+        await held.close()
+        ended = await outcomes([canceled, closed, control])
+        assert llm.aborted == ["lockstep-0", "lockstep-1"]
+        return ended
+
+    canceled, *closed = held.loop.run(end())
+    assert isinstance(canceled, asyncio.CancelledError)
+    assert [(type(error), str(error)) for error in closed] == [(EngineError, "the engine was closed")] * 2
+
+
+def test_only_failures_that_may_pass_are_retried_after_growing_pauses(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def shortened(delay: float) -> None:
+        if delay > embedded.WATCH_S:
+            pauses.append(delay)
+        await sleep(min(delay, embedded.WATCH_S))
+
+    monkeypatch.setattr(embedded.asyncio, "sleep", shortened)
+
+    def attempts(*failures: Exception) -> int:
+        pauses.clear()
+        held.llm.answered, held.llm.failures = 0, list(failures)
+        held.llm.answers.set()
+        try:
+            assert held.loop.run(held._request([5], {}), timeout=10) == "answer"
+        finally:
+            assert len(pauses) == held.llm.answered - 1
+        return held.llm.answered
+
+    passing = [RetryableRequestError(f"failure {number}") for number in range(3)]
+    assert attempts(*passing[:2]) == 3
+    assert 0.1 <= pauses[0] <= 0.2 <= pauses[1] <= 0.3
+    with pytest.raises(RequestError, match="cannot sample: failure 2\n"):
+        attempts(*passing)
+    assert len(pauses) == 2
+    for failure, expected in ((VLLMValidationError("bad"), EngineError), (KeyError("ours"), KeyError)):
+        with pytest.raises(expected) as raised:
+            attempts(failure)
+        assert raised.type is expected
+        assert pauses == []
