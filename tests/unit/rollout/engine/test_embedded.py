@@ -316,7 +316,11 @@ def test_a_deadline_ends_and_aborts_one_request_and_leaves_the_others(held: Held
     assert held.llm.answered == 2, "a request that hangs has one attempt"
 
 
-def test_a_canceled_request_is_aborted_and_a_closed_engine_ends_its_calls(held: Held) -> None:
+def test_a_canceled_request_is_aborted_and_a_closed_engine_ends_its_calls(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "WATCH_S", 60)
+
     async def end() -> list[Any]:
         canceled, closed = await begin(held, 2)
         control = asyncio.create_task(held.weight_version())
