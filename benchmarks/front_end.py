@@ -45,7 +45,7 @@ def measure(sizes: list[int], tokens: int, rounds: int) -> dict[str, list[float]
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, redirect_output(log), BackgroundLoop() as loop:
         engine = start(workload, loop, directory)
-        from vllm import LLM
+        from vllm import LLM, TokensPrompt
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -80,7 +80,7 @@ def measure(sizes: list[int], tokens: int, rounds: int) -> dict[str, list[float]
             return lambda size, number: loop.run(batch(size, number))
 
         def in_one_call(size: int, number: int) -> None:
-            prompts = [{"prompt_token_ids": prompt(index)} for index in range(size)]
+            prompts = [TokensPrompt(prompt_token_ids=prompt(index)) for index in range(size)]
             llm.generate(prompts, [params(number, index) for index in range(size)], use_tqdm=False)
 
         ways: dict[str, Way] = {
