@@ -137,9 +137,7 @@ def best_threads(side: Opponent, counts: Sequence[int], *, rounds: int) -> int:
     return max(counts, key=lambda count: tokens[count] / seconds[count])
 
 
-def summary(
-    workload: AnyWorkload, said: Said, threads: Mapping[str, int]
-) -> tuple[list[dict[str, object]], float]:
+def summary(workload: AnyWorkload, said: Said, threads: Mapping[str, int]) -> tuple[list[dict[str, object]], float]:
     """Return a row per side, and the ratio of their rates over all measured updates."""
     rows, rates = [], {}
     for side in SIDES:

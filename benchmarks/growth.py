@@ -34,7 +34,16 @@ from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.policy import Policy
 
-BASE = {"length": 128, "rows": 32, "group": 4, "turns": 1, "vocabulary": 4096, "hidden": 128, "layers": 2, "budget": 4096}
+BASE = {
+    "length": 128,
+    "rows": 32,
+    "group": 4,
+    "turns": 1,
+    "vocabulary": 4096,
+    "hidden": 128,
+    "layers": 2,
+    "budget": 4096,
+}
 SWEEPS: dict[str, tuple[int, ...]] = {
     "length": (128, 256, 512, 1024, 2048),
     "rows": (16, 32, 64, 128),

@@ -34,8 +34,8 @@ from harness.workloads import COMPARED, ROOT
 from lockstep.rollout.system.compute_threads import waiting
 
 HERE = Path(__file__).parent / "harness"
-WARM_UP = 2
-"""Updates that are not counted: buffers, caches and optimizer states are made in them."""
+WARM_UP = 1
+"""Updates after the first that are not counted either: those in which the limit makes its buffers."""
 OF_LIMIT = {"rollout": "engine", "update": "update", "sync": "copy"}
 """Part of the limit by stage of the run. The other stages have none."""
 Turns = list[dict[str, float]]
@@ -71,36 +71,40 @@ def measure(name: str, *, ranks: int, engines: int, updates: int, settings: Sequ
             )
         )
         run.first_turn()
+        number = engines * ranks
+        threads_of_engine = max(1, cores() - 1 if number == 1 else cores() // number)
+        of_parts = {
+            "engine": (number, environment(threads_of_engine) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+            "update": (ranks, environment(threads) | waiting()),
+        }
         limit = {
             part: [
                 stack.enter_context(
                     Opponent(
                         HERE / "limit_side.py",
-                        [part, name, "--rows", str(rows), "--share", str(index), str(number), *common],
+                        [part, name, "--rows", str(rows), "--share", str(index), str(shares), *common],
                         log=logs / f"limit-{name}-{part}-{index}.log",
-                        environment=environment(of_each)
-                        | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if part == "engine" else waiting()),
+                        environment=variables,
                     )
                 )
-                for index in range(number)
+                for index in range(shares)
             ]
-            for part, number, of_each in (
-                ("engine", engines * ranks, max(1, (cores() - 1) if engines * ranks == 1 else cores() // (engines * ranks))),
-                ("update", ranks, threads),
-            )
+            for part, (shares, variables) in of_parts.items()
         }
         for sides in limit.values():
             list(threads_of_limit.map(Opponent.first_turn, sides))
         of_run, of_limit = [], []
         for _ in range(WARM_UP + updates):
             of_run.append(run.turn())
-            merged: dict[str, float] = {"cpu": 0.0}
-            for sides in limit.values():
-                answers = list(threads_of_limit.map(Opponent.turn, sides))
-                merged |= {"cpu": merged["cpu"] + sum(answer["cpu"] for answer in answers)}
-                for part in ("engine", "update", "copy"):
-                    merged |= {part: max(answer[part] for answer in answers) for _ in [0] if part in answers[0]}
-            of_limit.append(merged)
+            answers = {part: list(threads_of_limit.map(Opponent.turn, sides)) for part, sides in limit.items()}
+            of_limit.append(
+                {
+                    "engine": max(answer["engine"] for answer in answers["engine"]),
+                    "update": max(answer["update"] for answer in answers["update"]),
+                    "copy": max(answer["copy"] for answer in answers["update"]),
+                    "cpu": sum(answer["cpu"] for sides in answers.values() for answer in sides),
+                }
+            )
         for side in (run, *limit["engine"], *limit["update"]):  # nothing is kept of them
             side.kill()
     return of_run[WARM_UP:], of_limit[WARM_UP:]
@@ -140,9 +144,7 @@ def main() -> None:
         COMPARED[name].prepare()
         for num_ranks in ranks:
             engines = 1 if num_ranks > 1 else args.engines or cores()
-            of_run, of_limit = measure(
-                name, ranks=num_ranks, engines=engines, updates=updates, settings=args.settings
-            )
+            of_run, of_limit = measure(name, ranks=num_ranks, engines=engines, updates=updates, settings=args.settings)
             key = f"{name}_{num_ranks}"
             numbers[f"{key}_ratio"] = sum(turn["seconds"] for turn in of_run) / sum(map(total, of_limit))
             numbers[f"{key}_cpu_ratio"] = sum(turn["cpu_s"] for turn in of_run) / sum(turn["cpu"] for turn in of_limit)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+
 from harness.turns import Turn
 from harness.workloads import COMPARED, AnyWorkload, configuration
 from lockstep.rollout.engine.arguments import engine_arguments
@@ -173,7 +174,7 @@ def main() -> None:
     turn.over()  # the startup
     with gc_frozen():
         while True:
-            turn.over(**measure(pickle.loads(arguments.rows.read_bytes())))
+            turn.over(**measure(pickle.loads(arguments.rows.read_bytes())))  # noqa: S301 - written by the compared run
 
 
 if __name__ == "__main__":

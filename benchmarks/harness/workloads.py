@@ -193,7 +193,7 @@ class LongAnswers:
             "data.heldout_path=null",
             "eval.before_training=false",
             "eval.every=0",
-            "rollout.prompts_per_step=8",
+            "rollout.prompts_per_step=4",
             "rollout.samples_per_prompt=4",
             f"rollout.max_tokens_per_turn={self.tokens}",
             "rollout.ignore_eos=true",
