@@ -44,9 +44,9 @@ def make_rollouts(
         ids = tuple((of_groups[index // group] if prompt else rng.integers(3, vocab, length // 2)).tolist())
         calls = []
         for turn, share in enumerate(np.array_split(rng.integers(3, vocab, num_sampled), turns)):
-            given, sampled = np.split(share, [len(share) // 2 if turn else 0])
+            answer, sampled = np.split(share, [len(share) // 2 if turn else 0])
             call = EngineCall(
-                prompt_ids=(*ids, *given.tolist()),
+                prompt_ids=(*ids, *answer.tolist()),
                 sampled_ids=tuple(sampled.tolist()),
                 sampled_logprobs=(-float(np.log(vocab)),) * len(sampled),
                 finish_reason=FinishReason.STOP,
