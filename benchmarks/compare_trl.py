@@ -42,7 +42,7 @@ from typing import Any
 from harness.curves import CurveFile, draw
 from harness.results import argument_parser, machine, report, table
 from harness.turns import Opponent
-from harness.workloads import COMPARED, PEER_ENGINES, ROOT, WORKLOADS, RealWorkload, Workload
+from harness.workloads import COMPARED, PEER_ENGINES, ROOT, WORKLOADS, AnyWorkload
 
 from lockstep.rollout.system.compute_threads import waiting
 
@@ -62,7 +62,7 @@ def cores() -> int:
 class Pair:
     """Both sides of a comparison, ready to start."""
 
-    workload: Workload | RealWorkload
+    workload: AnyWorkload
     engine: str
     """Engine of TRL's generation."""
     ranks: int
@@ -137,9 +137,7 @@ def best_threads(side: Opponent, counts: Sequence[int], *, rounds: int) -> int:
     return max(counts, key=lambda count: tokens[count] / seconds[count])
 
 
-def summary(
-    workload: Workload | RealWorkload, said: Said, threads: Mapping[str, int]
-) -> tuple[list[dict[str, object]], float]:
+def summary(workload: AnyWorkload, said: Said, threads: Mapping[str, int]) -> tuple[list[dict[str, object]], float]:
     """Return a row per side, and the ratio of their rates over all measured updates."""
     rows, rates = [], {}
     for side in SIDES:

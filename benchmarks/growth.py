@@ -1,10 +1,12 @@
-"""Growth of an update's time and memory with row length, batch, group size, vocabulary and ranks.
+"""Growth of an update's time and memory with row length, batch, group size, turns, vocabulary, layers and ranks.
 
     python benchmarks/growth.py [--only length vocabulary ...] [--threads 1]
 
 Each point is a whole `Trainer.step` on prepared rollouts (as in benchmarks/update.py), in a process of its own, because
 the peak memory of a process never decreases. Reports the fitted exponent k of value ∝ size^k, for the time of a step
 and for the memory that it adds. 1 is linear growth. Ranks share one batch: with -1 the work is split without overhead.
+`us_per_token` is the slope of a straight line through the times over the tokens of the rows, where a sweep changes
+their number.
 
 The time is the CPU time of the second step (the first one allocates), on the slowest rank.
 """
@@ -16,6 +18,7 @@ import json
 import multiprocessing
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -31,19 +34,32 @@ from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.model.policy import Policy
 
-BASE = {"length": 128, "rows": 32, "group": 4, "vocabulary": 4096, "hidden": 128, "layers": 2, "budget": 4096}
+BASE = {
+    "length": 128,
+    "rows": 32,
+    "group": 4,
+    "turns": 1,
+    "vocabulary": 4096,
+    "hidden": 128,
+    "layers": 2,
+    "budget": 4096,
+}
 SWEEPS: dict[str, tuple[int, ...]] = {
     "length": (128, 256, 512, 1024, 2048),
     "rows": (16, 32, 64, 128),
     "group": (2, 4, 8, 16),
+    "turns": (1, 2, 4, 8),
     "vocabulary": (4096, 16384, 65536),
+    "layers": (2, 4, 8),
     "ranks": (1, 2, 4),
 }
 QUICK: dict[str, tuple[int, ...]] = {
     "length": (32, 64),
     "rows": (4, 8),
     "group": (2, 4),
+    "turns": (1, 2),
     "vocabulary": (512, 1024),
+    "layers": (1, 2),
     "ranks": (1, 2),
 }
 
@@ -62,6 +78,7 @@ def point(sizes: dict[str, int], threads: int) -> dict[str, float]:
         vocab=sizes["vocabulary"],
         longest=sizes["budget"],
         group=sizes["group"],
+        turns=sizes["turns"],
     )
     step = trainer_step(policy, config, rollouts)
     step()
@@ -72,6 +89,7 @@ def point(sizes: dict[str, int], threads: int) -> dict[str, float]:
     return {
         "seconds": seconds,
         "gib": peak / 2**20,
+        "row tokens": sum(len(rollout.calls[-1].all_ids) for rollout in rollouts),
         "trained tokens/CPU s": report.metrics["rollout/trained_tokens"] / seconds,
     }
 
@@ -139,6 +157,10 @@ def main() -> None:
         sizes = [row["size"] for row in of_sweep]
         for what, short in (("seconds", "time"), ("gib", "memory")):
             exponents[f"{short}_by_{name}"] = fitted_exponent(sizes, [max(row[what], 1e-6) for row in of_sweep])
+        tokens = [row["row tokens"] for row in of_sweep]
+        if len(set(tokens)) > 1:
+            slope = statistics.linear_regression(tokens, [row["seconds"] for row in of_sweep]).slope
+            exponents[f"us_per_token_by_{name}"] = slope * 1e6
     report("growth", rows, exponents, as_json=args.json, details={"base": base})
 
 

@@ -62,6 +62,19 @@ class Scope(StrEnum):
         return [sorted(part, key=lambda index: rollouts[index].rollout_id) for part in parts.values()]
 
 
+class Slots:
+    """Limits on concurrent calls in this process, for groups that are scored at the same time."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.calls = asyncio.Semaphore(concurrency)
+        self._lanes: defaultdict[Callable[..., Any], asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(1))
+
+    def of(self, reward: BatchReward) -> asyncio.Semaphore:
+        """Async group-wise functions make many requests at once, so the next group waits, outside its deadline."""
+        is_alone = reward.scope is Scope.GROUP and is_async(reward.function)
+        return self._lanes[reward.function] if is_alone else self.calls
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReward:
     """A reward function as it is called: with some of the rollouts, for which it returns a list of rewards."""
@@ -94,14 +107,13 @@ class BatchReward:
         *,
         timeout_s: float,
         by_turn: bool = False,
-        slots: asyncio.Semaphore,
+        slots: Slots,
     ) -> list[Verdict]:
         """Return one verdict per rollout, from calls in this process. The limit counts from the start of each call.
 
         meter: gets what the function measures. by_turn: the function may return one number per turn. slots: of calls.
         """
-        # Async group-wise functions make many requests at once, so the next group waits, outside its deadline.
-        lane = asyncio.Semaphore(1) if self.scope is Scope.GROUP and is_async(self.function) else slots
+        lane = slots.of(self)
 
         async def call(seen: Sequence[Rollout]) -> list[Verdict]:
             calling = self.calling(seen)

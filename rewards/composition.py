@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.rewards.batches import BatchReward, Scope, each
+from lockstep.rewards.batches import BatchReward, Scope, Slots, each
 from lockstep.rewards.functions import ISOLATED, runs_in_worker
 from lockstep.rewards.meter import METRIC, Meter
 from lockstep.rewards.outcomes import ERRORS, MAX_REWARD, Outcome, Verdict
@@ -114,9 +114,21 @@ class RewardSet:
     @property
     def compares_groups(self) -> bool:
         """True if a function is group-wise."""
+        return Scope.GROUP in self._scopes
+
+    @property
+    def compares_batches(self) -> bool:
+        """True if a function sees all rollouts of a step in one call, so that none can be scored before the last."""
+        return Scope.BATCH in self._scopes
+
+    @property
+    def _scopes(self) -> set[Scope]:
         functions = (reward.function for reward in self._rewards)
-        batch_functions = (function for function in functions if isinstance(function, BatchReward | IsolatedReward))
-        return any(function.scope is Scope.GROUP for function in batch_functions)
+        return {function.scope for function in functions if isinstance(function, BatchReward | IsolatedReward)}
+
+    def slots(self) -> Slots:
+        """Return limits that several calls of `score` can share."""
+        return Slots(self._tolerance.concurrency)
 
     def load(self) -> None:
         """Load the reward models among the functions. Only ranks that score need it."""
@@ -131,7 +143,12 @@ class RewardSet:
                 reward.function.pool.close()
 
     async def score(
-        self, rollouts: Sequence[Rollout], *, in_metrics: bool = True, is_shaped: bool = True
+        self,
+        rollouts: Sequence[Rollout],
+        *,
+        in_metrics: bool = True,
+        is_shaped: bool = True,
+        slots: Slots | None = None,
     ) -> list[Rollout]:
         """Return the rollouts, in order, with `rewards` by name and in `reward` their weighted sum plus the shaping.
 
@@ -144,11 +161,11 @@ class RewardSet:
         Raises `RewardError` for an outcome with the action `raise`.
 
         in_metrics: False keeps rollouts that are not trained out of `take_metrics`, and raises for too many errors.
-        is_shaped: False leaves the shaping out, for evaluation.
+        is_shaped: False leaves the shaping out, for evaluation. slots: shared with other calls; None: its own.
         """
         alive = [index for index, rollout in enumerate(rollouts) if _is_scored(rollout)]
         batch = [rollouts[index] for index in alive]
-        slots = asyncio.Semaphore(self._tolerance.concurrency)
+        slots = slots or self.slots()
         meters = [Meter(num_updates=self.num_updates) for _ in self._rewards]
         judging = zip(self._rewards, meters, strict=True)
         columns = await asyncio.gather(*(self._judge(reward, batch, slots, meter) for reward, meter in judging))
@@ -185,9 +202,7 @@ class RewardSet:
                 metrics[f"{room}/{name}/{measure}"] = float(value)
         return metrics
 
-    async def _judge(
-        self, reward: Reward, rollouts: Sequence[Rollout], slots: asyncio.Semaphore, meter: Meter
-    ) -> list[Verdict]:
+    async def _judge(self, reward: Reward, rollouts: Sequence[Rollout], slots: Slots, meter: Meter) -> list[Verdict]:
         function, timeout_s, by_turn = reward.function, self._tolerance.timeout_s, self._shaping.turn_rewards
         if not rollouts:
             return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.ranks import start_other_ranks
 from harness.turns import Turn
-from harness.workloads import COMPARED, RealWorkload, Workload, configuration
+from harness.workloads import COMPARED, AnyWorkload, configuration
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.run.run import run
 
@@ -26,7 +27,7 @@ UNSAVED += ("eval.before_training=false",)
 """Settings that leave out the work between updates."""
 
 
-def speed(workload: Workload | RealWorkload, ranks: int) -> list[str]:
+def speed(workload: AnyWorkload, ranks: int) -> list[str]:
     """Return the settings of speed alone."""
     num_engines = min(MAX_ENGINES, len(os.sched_getaffinity(0)))
     return [
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks; several have an engine each")
     parser.add_argument("--run-root", required=True)
     parser.add_argument("--plain", action="store_true", help="leave engines as the configuration has them")
+    parser.add_argument("--rows-to", type=Path, help="file for the rows of each update, for limit_side.py")
     parser.add_argument("settings", nargs="*", help="further settings of the run")
     arguments = parser.parse_intermixed_args()
     turn = Turn()
@@ -52,6 +54,8 @@ def main() -> None:
             turn.over()
             return
         counts = [row.num_trained for row in report.batch.rows]
+        if arguments.rows_to:
+            arguments.rows_to.write_bytes(pickle.dumps(report.batch))
         times = {name: value for name, value in report.metrics.items() if name.startswith("time/")}
         turn.over(
             trained_tokens=sum(counts),

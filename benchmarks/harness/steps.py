@@ -20,11 +20,20 @@ from lockstep.trainer.update.updater import Updater
 
 
 def make_rollouts(
-    *, rows: int, median: float, sigma: float, vocab: int, longest: int, group: int = 4, prompt: int | None = None
+    *,
+    rows: int,
+    median: float,
+    sigma: float,
+    vocab: int,
+    longest: int,
+    group: int = 4,
+    prompt: int | None = None,
+    turns: int = 1,
 ) -> list[Rollout]:
-    """Make rollouts of one call with log-normal lengths.
+    """Make rollouts with log-normal lengths.
 
-    prompt: tokens of the prompt that a group shares; None: half of each rollout is its own prompt.
+    prompt: tokens of the prompt that a group shares; None: half of each rollout is its own prompt. turns: calls of each
+    rollout, which share its tokens; half of those of a later turn are a tool's answer.
     """
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(median), sigma, rows), 8, longest).astype(int)
@@ -32,14 +41,19 @@ def make_rollouts(
 
     def one(index: int, length: int) -> Rollout:
         num_sampled = length if prompt else length - length // 2
-        prompt_ids = of_groups[index // group] if prompt else rng.integers(3, vocab, length // 2)
-        call = EngineCall(
-            prompt_ids=tuple(prompt_ids.tolist()),
-            sampled_ids=tuple(rng.integers(3, vocab, num_sampled).tolist()),
-            sampled_logprobs=(-float(np.log(vocab)),) * num_sampled,
-            finish_reason=FinishReason.STOP,
-        )
-        return Rollout(rollout_id=index, group_id=index // group, calls=(call,), reward=float(index % 2))
+        ids = tuple((of_groups[index // group] if prompt else rng.integers(3, vocab, length // 2)).tolist())
+        calls = []
+        for turn, share in enumerate(np.array_split(rng.integers(3, vocab, num_sampled), turns)):
+            answer, sampled = np.split(share, [len(share) // 2 if turn else 0])
+            call = EngineCall(
+                prompt_ids=(*ids, *answer.tolist()),
+                sampled_ids=tuple(sampled.tolist()),
+                sampled_logprobs=(-float(np.log(vocab)),) * len(sampled),
+                finish_reason=FinishReason.STOP,
+            )
+            calls.append(call)
+            ids = call.all_ids
+        return Rollout(rollout_id=index, group_id=index // group, calls=tuple(calls), reward=float(index % 2))
 
     return [one(index, int(length)) for index, length in enumerate(lengths)]
 

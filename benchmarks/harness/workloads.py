@@ -3,12 +3,15 @@
     equal       the demo: turns of nearly the same length (multi-turn), or exactly (single-turn, no end token)
     lognormal   turns with a log-normal number of tokens (`long_winded.py`)
     real        SmolLM2-135M-Instruct on tasks of reasoning-gym, in one turn, or in several with a tool (real_tools)
+    real_long   SmolLM2-135M-Instruct, one turn: answers of exactly 128 tokens to short prompts of which those of
+                different groups differ from the first block of the KV cache on, so that they share nothing
 
 In both trainers the model decides the lengths; only `fixed_tokens` forces them.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PEER_ENGINES = ("transformers", "paged", "vllm")
 """Engines of TRL's generation; paged: its continuous batching; vllm: in its process."""
 SENTENCE = Path(__file__).parent / "sentence.py"
+ODD_LENGTH = Path(__file__).parent / "random_reward.py"
 TOOL_TOKENS = 24
 """Longest answer of the tools, with the tokens around it."""
 SAME_UPDATE = ("optimizer.schedule=constant", "optimizer.warmup_updates=0", "algorithm.advantage_eps=1e-4")
@@ -161,10 +165,64 @@ class RealWorkload:
         subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
 
 
-COMPARED: dict[str, Workload | RealWorkload] = {
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongAnswers:
+    """SmolLM2-135M-Instruct with long answers to short prompts."""
+
+    name: str
+    tokens: int
+    """Tokens of every answer."""
+    micro_batch: int = 4
+    is_engine_compiled: bool = False
+    rows: int = 512
+
+    @property
+    def model_path(self) -> Path:
+        return ROOT / "models" / "smollm2-135m-instruct"
+
+    @property
+    def data_path(self) -> Path:
+        return ROOT / "data" / "real" / "long" / "train.jsonl"
+
+    def settings(self) -> list[str]:
+        """Return the overrides of a run of Lockstep on this workload; `trl_side.py` translates them."""
+        return [
+            "experiment=real",
+            f"model.path={self.model_path}",
+            f"data.path={self.data_path}",
+            "data.heldout_path=null",
+            "eval.before_training=false",
+            "eval.every=0",
+            "rollout.prompts_per_step=4",
+            "rollout.samples_per_prompt=4",
+            f"rollout.max_tokens_per_turn={self.tokens}",
+            "rollout.ignore_eos=true",
+            f"reward.functions=[{ODD_LENGTH}:odd_length]",
+            "reward.isolation=thread",
+            *SAME_UPDATE,
+        ]
+
+    def prepare(self) -> None:
+        """Make the model and the rows if they are missing."""
+        command = [sys.executable, "scripts/make_real_model.py", "--model-only"]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+        self.data_path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [
+            [
+                {"role": "system", "content": f"{number} is your number."},  # without it the template writes the same
+                {"role": "user", "content": f"Tell a long story about {number} cats."},
+            ]
+            for number in range(self.rows)
+        ]
+        self.data_path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+
+
+AnyWorkload = Workload | RealWorkload | LongAnswers
+COMPARED: dict[str, AnyWorkload] = {
     **WORKLOADS,
     "real": RealWorkload(name="real", experiment="real", task="names"),
     "real_tools": RealWorkload(name="real_tools", experiment="real_calculator", task="calculator"),
+    "real_long": LongAnswers(name="real_long", tokens=128),
 }
 """Workloads that `compare_trl.py` can run."""
 

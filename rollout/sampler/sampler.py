@@ -6,7 +6,7 @@ Samples depend on the seeds alone, not on the order in which requests reach the 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -29,6 +29,7 @@ REISSUES = 2
 """Number of times that an episode is restarted after one of its requests failed in a live engine."""
 
 OnRollout = Callable[[Rollout], None]
+OnGroup = Callable[[list[Rollout]], None]
 
 
 class Sampler:
@@ -71,6 +72,7 @@ class Sampler:
         step: int,
         first_group: int = 0,
         on_rollout: OnRollout = lambda rollout: None,
+        on_group: OnGroup = lambda group: None,
         run: RunEpisode | None = None,
     ) -> list[Rollout]:
         """Sample `samples_per_prompt` rollouts of every example, in the order prompt by prompt.
@@ -85,9 +87,20 @@ class Sampler:
         step: part of the seeds, so that the same prompt gets other samples in another step.
         first_group: group ids are prompt indices from here on (for a batch that completes an earlier one of the same
         step); rollout ids are `group id x samples_per_prompt + sample index`.
+        on_group: receives the rollouts of each prompt, in order, when the last of them has ended.
         run: from `open`, to share a gateway between batches; None: open one for this batch alone.
         """
         lost_groups: dict[int, str] = {}
+        ended: defaultdict[int, list[Rollout]] = defaultdict(list)
+
+        def end(rollout: Rollout) -> None:
+            on_rollout(rollout)
+            group = ended[rollout.group_id]
+            group.append(rollout)
+            if len(group) == samples_per_prompt:
+                in_order = sorted(group, key=lambda one: one.rollout_id)
+                group[:] = (_without_lost(one, lost_groups) for one in in_order)
+                on_group(group)
 
         def failed(rollout_id: int, reason: str) -> Rollout:
             return Rollout(
@@ -99,7 +112,7 @@ class Sampler:
                 error=reason,
             )
 
-        async def sample(run: RunEpisode, rollout_id: int) -> Rollout:
+        async def sample(run: RunEpisode, rollout_id: int) -> None:
             group_id = rollout_id // samples_per_prompt
             example = examples[group_id - first_group]
             reason = ""
@@ -126,18 +139,18 @@ class Sampler:
             else:
                 lost_groups[group_id] = reason
                 rollout = failed(rollout_id, reason)
-            on_rollout(rollout)
-            return rollout
+            end(rollout)
 
         shared = self.open(sampling) if run is None else nullcontext(run)
         try:
             async with shared as runner, asyncio.TaskGroup() as group:
                 first, count = first_group * samples_per_prompt, len(examples) * samples_per_prompt
-                tasks = [group.create_task(sample(runner, i)) for i in range(first, first + count)]
+                for rollout_id in range(first, first + count):
+                    group.create_task(sample(runner, rollout_id))
         except* Exception as failures:
             raise failures.exceptions[0] from None  # the first is the cause of the others
         self._faults["groups_lost_to_engine"] += len(lost_groups)
-        return [_without_lost(task.result(), lost_groups) for task in tasks]
+        return [rollout for group_id in sorted(ended) for rollout in ended[group_id]]
 
     @asynccontextmanager
     async def open(self, sampling: Sampling) -> AsyncIterator[RunEpisode]:

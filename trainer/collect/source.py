@@ -4,6 +4,9 @@
                  ▲                          │
                  └─ other prompts for them ◄┘   `dynamic_sampling`, at most `max_refills` times
 
+A group is scored as soon as it is complete, while others are sampled, unless a function sees the whole batch. The stage
+`reward` is what scoring still takes after the last rollout.
+
 Rank 0 does all of this alone, keeps the records of the curriculum, and broadcasts the position in the data, so ranks
 cannot decide differently. Everything is a function of the seed, the step, the position and these records.
 `trainer/collect/async_source.py` samples while the trainer works.
@@ -11,8 +14,9 @@ cannot decide differently. Everything is a function of the seed, the step, the p
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 
@@ -26,6 +30,8 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Position, Prompts, Row
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.stopwatch import Stopwatch
+
+Scoring = asyncio.Task[list[Rollout]]
 
 
 class RolloutSource(ABC):
@@ -130,22 +136,44 @@ class Collector(RolloutSource):
             if not missing:
                 break
             placed_rows = self._prompts.begin(missing)
+            sampling = self._sample(
+                sampler, [row for _, row in placed_rows], step, first_group=len(groups), on_rollout=on_rollout
+            )
             with watch.stage("rollout"):
-                rollouts = self._loop.run(
-                    sampler.collect(
-                        [row for _, row in placed_rows],
-                        samples_per_prompt=settings.samples_per_prompt,
-                        sampling=self._sampling,
-                        step=step,
-                        first_group=len(groups),
-                        on_rollout=on_rollout,
-                    )
-                )
+                scoring = self._loop.run(sampling)
             with watch.stage("reward"):
-                scored_rollouts = self._loop.run(self._rewards.score(rollouts))
+                scored_rollouts = self._loop.run(_joined(scoring))
             by_group = groupby(scored_rollouts, key=lambda rollout: rollout.group_id)
             groups += [(*one, tuple(group)) for one, (_, group) in zip(placed_rows, by_group, strict=True)]
         return groups
+
+    async def _sample(
+        self, sampler: Sampler, rows: Sequence[Row], step: int, *, first_group: int, on_rollout: OnRollout
+    ) -> list[Scoring]:
+        """Sample a group for each row; return the tasks that score them, in order."""
+        scoring: dict[int, Scoring] = {}
+        slots = self._rewards.slots()
+
+        def begin(group: Sequence[Rollout]) -> None:
+            scoring[group[0].group_id] = asyncio.create_task(self._rewards.score(group, slots=slots))
+
+        at_once = self._rewards.compares_batches
+        try:
+            rollouts = await sampler.collect(
+                rows,
+                samples_per_prompt=self._config.rollout.samples_per_prompt,
+                sampling=self._sampling,
+                step=step,
+                first_group=first_group,
+                on_rollout=on_rollout,
+                on_group=(lambda group: None) if at_once else begin,
+            )
+        except BaseException:
+            await _cancel(scoring.values())
+            raise
+        if at_once:
+            begin(rollouts)
+        return [scoring[group_id] for group_id in sorted(scoring)]
 
     def _greedy_answers(self, sampler: Sampler, rows: Sequence[Row], step: int, watch: Stopwatch) -> list[Rollout]:
         """Sample and score one rollout per row at temperature 0, ReMax's baseline, which is never trained."""
@@ -157,3 +185,18 @@ class Collector(RolloutSource):
             )
         with watch.stage("reward"):
             return self._loop.run(self._rewards.score(rollouts, in_metrics=False))
+
+
+async def _joined(scoring: Sequence[Scoring]) -> list[Rollout]:
+    """Return the rollouts of all groups. The first failure cancels the other groups."""
+    try:
+        return [rollout for group in await asyncio.gather(*scoring) for rollout in group]
+    finally:
+        await _cancel(scoring)
+
+
+async def _cancel(scoring: Iterable[Scoring]) -> None:
+    """Cancel these tasks and wait for them; their failures are not logged as forgotten ones."""
+    for task in scoring:
+        task.cancel()
+    await asyncio.gather(*scoring, return_exceptions=True)

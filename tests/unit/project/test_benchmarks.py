@@ -73,7 +73,7 @@ def test_calls_in_a_sandbox_are_measured_against_bare_processes(monkeypatch, cap
 
 def test_growth_measures_a_point():
     point = runpy.run_path(str(BENCHMARKS / "growth.py"))["point"]
-    sizes = {"length": 16, "rows": 4, "group": 2, "vocabulary": 64, "hidden": 32, "layers": 1, "budget": 64}
+    sizes = {"length": 16, "rows": 4, "group": 2, "turns": 2, "vocabulary": 64, "hidden": 32, "layers": 1, "budget": 64}
     assert point(sizes, 1)["trained tokens/CPU s"] > 0
 
 

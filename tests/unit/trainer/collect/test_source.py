@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rewards.batches import BatchReward
+from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet
 from lockstep.rewards.shaping import Shaping
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import EngineError
@@ -39,13 +40,17 @@ class FakeSampler:
         self.asked: list[dict[str, Any]] = []
         self._length = length
 
-    async def collect(self, examples, *, samples_per_prompt, sampling, step, first_group=0, on_rollout=None):
+    async def collect(self, examples, *, samples_per_prompt, sampling, step, first_group=0, on_rollout=None,
+                      on_group=lambda group: None):  # fmt: skip
         self.asked.append({"rows": list(examples), "sampling": sampling, "step": step, "first_group": first_group})
-        return [
-            rollout((first_group + g) * samples_per_prompt + i, first_group + g, example=example,
-                    length=self._length(i))
-            for g, example in enumerate(examples) for i in range(samples_per_prompt)
+        groups = [
+            [rollout((first_group + g) * samples_per_prompt + i, first_group + g, example=example,
+                     length=self._length(i)) for i in range(samples_per_prompt)]
+            for g, example in enumerate(examples)
         ]  # fmt: skip
+        for group in reversed(groups):  # they end in any order
+            on_group(group)
+        return [one for group in groups for one in group]
 
     def take_metrics(self) -> dict[str, float]:
         return {}
@@ -57,7 +62,11 @@ class FakeRewards:
     def __init__(self, reward: Callable[[Rollout], float | None]) -> None:
         self._reward = reward
 
-    async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True) -> list[Rollout]:
+    compares_batches = False
+
+    def slots(self) -> None: ...
+
+    async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True, slots: Any = None) -> list[Rollout]:
         values = [self._reward(found) for found in rollouts]
         return [
             replace(found, status=RolloutStatus.FAILED) if value is None else replace(found, reward=value)
@@ -71,8 +80,11 @@ class FakeRewards:
 
 
 class FakeLoop:
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+
     def run(self, coroutine):
-        return asyncio.new_event_loop().run_until_complete(coroutine)
+        return self._loop.run_until_complete(coroutine)
 
 
 def config(**algorithm: Any) -> Config:
@@ -306,3 +318,88 @@ class DyingSampler(FakeSampler):
         if len(self.asked) == 2:
             raise EngineError("the engine is dead")
         return collected
+
+
+class WaitingSampler(FakeSampler):
+    """Ends its first group, and the others once `may_end` is set."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+        self._failure = failure
+
+    async def collect(self, examples, *, on_group, **settings):
+        groups: list[list[Rollout]] = []
+        await super().collect(examples, on_group=lambda group: groups.insert(0, group), **settings)
+        on_group(groups[0])
+        async with asyncio.timeout(60):
+            await self.may_end.wait()
+        if self._failure is not None:
+            raise self._failure
+        for group in groups[1:]:
+            on_group(group)
+        return [one for group in groups for one in group]
+
+
+def reward_set(function: Callable[..., Any], **tolerance: Any) -> RewardSet:
+    return RewardSet([Reward(name="own", function=function)], FaultTolerance(**tolerance))
+
+
+def test_a_group_is_scored_while_others_are_sampled() -> None:
+    sampler = WaitingSampler()
+    made, _ = collector(config(), sampler, lambda found: 0.0)
+
+    async def judge(found: Rollout) -> float:
+        made._loop._loop.call_soon_threadsafe(sampler.may_end.set)
+        return float(found.rollout_id)
+
+    made._rewards = reward_set(judge)
+    assert [found.reward for found in collect(made).rollouts] == [float(i) for i in range(3 * GROUP)]
+
+
+def test_a_function_of_the_whole_batch_is_called_once_after_the_last_rollout() -> None:
+    sampler, seen = WaitingSampler(), []
+
+    def judge(rollouts: Sequence[Rollout]) -> list[float]:
+        seen.append(len(rollouts))
+        return [0.0] * len(rollouts)
+
+    rewards = reward_set(BatchReward(function=judge, arguments=lambda rollouts: {"rollouts": rollouts}))
+    made, _ = collector(config(), sampler, lambda found: 0.0, rewards=rewards)
+    sampler.may_end.set()
+    collect(made)
+    assert seen == [3 * GROUP]
+
+
+def test_groups_share_the_limit_of_concurrent_calls() -> None:
+    running, most = 0, 0
+
+    async def judge(found: Rollout) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running -= 1
+        return 0.0
+
+    made, _ = collector(config(), FakeSampler(), lambda found: 0.0, rewards=reward_set(judge, concurrency=2))
+    collect(made)
+    assert most == 2
+
+
+def test_scoring_ends_with_a_batch_whose_sampling_fails() -> None:
+    sampler, ended = WaitingSampler(failure=EngineError("died")), []
+
+    class Scoring(FakeRewards):
+        async def score(self, rollouts, **settings):
+            sampler.may_end.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(True)
+
+    made, _ = collector(config(), sampler, lambda found: 0.0, rewards=Scoring(lambda found: 0.0))
+    with pytest.raises(EngineError, match="died"):
+        collect(made)
+    assert ended == [True]
