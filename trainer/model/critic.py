@@ -27,13 +27,13 @@ from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.decoder import (
     DecoderSetup,
-    compile_layers,
     decoder_setup,
     packable_config,
     packed_hidden_states,
     prepare,
     vision_of,
 )
+from lockstep.trainer.model.layers.compiled import compile_layers
 from lockstep.trainer.model.policy import Policy
 
 
@@ -185,7 +185,7 @@ def with_critic(
     critic = Critic.from_pretrained(
         model.critic_path or model.path,
         dtype="float32",
-        is_compiled=model.compile,
+        is_compiled=model.is_compiled,
         trust_remote_code=model.trust_remote_code,
         **decoder_setup(model, engine_context),
     )

@@ -9,7 +9,6 @@ Shape legend: _L tokens of the pack, _D hidden size.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,12 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lockstep.rollout.errors import ConfigError, TrainingError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.groups.model_settings import ATTENTIONS, ModelConfig
-from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
 from lockstep.trainer.model.layers import (
     autocast,
     chunked_attention,
@@ -161,37 +158,6 @@ def vision_of(model: PreTrainedModel, **setup: Unpack[DecoderSetup]) -> Vision |
     from lockstep.trainer.model.layers.vision import Vision
 
     return Vision(model)
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Compile each layer by itself, in place. Parameter names stay, and equal layers share one compilation.
-
-    Pack lengths are symbolic, so a new length does not recompile. Attention, the fused head and recurrent layers, which
-    run once per row, are not compiled. Raises `ConfigError` if ZeRO-3 has partitioned the weights, or transformers
-    marks no layers in this model.
-    """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"{type(model).__name__} marks no layers (GradientCheckpointingLayer), so model.compile=true has nothing "
-            "to compile; set model.compile=false"
-        )
-    if any("ds_shape" in vars(parameter) for parameter in model.parameters()):
-        raise ConfigError(COMPILE_UNDER_ZERO3)
-    packed_attention.hide_from_compiler()
-    if torch.cuda.is_available():
-        _compile_on_all_cores()
-    for layer in layers:
-        if not any(recurrent.recurrent_layers(layer)):
-            layer.compile(dynamic=True)
-
-
-def _compile_on_all_cores() -> None:
-    """Undo `import vllm`, which limits the compilation of kernels to one thread in this process, too."""
-    from torch._inductor import config
-
-    os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS", None)
-    config.compile_threads = config.decide_compile_threads()
 
 
 def attention_of(model: PreTrainedModel) -> str:
