@@ -17,6 +17,7 @@ from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.credit.targets import Targets
+from lockstep.trainer.model.layers.compiled import GraphCount
 from lockstep.trainer.model.memory_plan import GIB
 from lockstep.trainer.model.shape import update_flops
 from lockstep.trainer.observe.alarms import TOOL_ERRORS, AlarmThresholds, alarms, notes
@@ -49,6 +50,7 @@ class Reporter:
         self._explained: set[Cause | None] = set()
         """Causes of dropped rollouts of which the first was printed."""
         self._has_shown_failed_call = False
+        self._graphs = GraphCount(console.warn) if parts.config.model.is_compiled else None
         parts.updater.dump = self._dump
 
     def step(self, report: StepReport, evaluation: Mapping[str, float], *, before: int, checkpoint_s: float) -> None:
@@ -59,6 +61,8 @@ class Reporter:
         costs = {"time/checkpoint": checkpoint_s} if checkpoint_s else {}
         health = {"health/alarms": float(len(sentences))}
         health |= self._memory()
+        if self._graphs is not None:
+            health |= self._graphs.metrics()
         self.log.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
         if is_first:
             tokenizer = self._parts.chat.tokenizer

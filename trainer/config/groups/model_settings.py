@@ -88,7 +88,7 @@ class ModelConfig:
     )
     compile: bool | None = setting(
         None,
-        "torch.compile the layers of the trained models; null: on GPUs, unless routes are replayed",
+        "torch.compile the layers of the trained models; null: on GPUs",
         experimental="not measured on a GPU yet",
     )
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
