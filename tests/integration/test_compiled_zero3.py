@@ -111,9 +111,7 @@ def test_compiled_layers_under_zero3_give_the_gradient_of_one_process(
     init = "false" if lora_rank else "true"
     (tmp_path / "accelerate.yaml").write_text(ZERO3.format(deepspeed=tmp_path / "deepspeed.json", init=init))
     launcher = ("accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml"))
-    result = run_ranks(
-        (*launcher, "--main_process_port", "0"), __file__, tmp_path, str(lora_rank), timeout_s=800
-    )
+    result = run_ranks((*launcher, "--main_process_port", "0"), __file__, tmp_path, str(lora_rank), timeout_s=800)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert max(report["errors"]) <= RELATIVE_TOLERANCE, report

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Llama4ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from lockstep.rollout.errors import ConfigError
