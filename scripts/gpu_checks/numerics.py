@@ -84,14 +84,14 @@ def compiled(subject: Subject) -> list[Measured]:
         eager, eager_s = scored(packs[0]), _seconds(subject, lambda: scored(packs[0]))
         compile_layers(policy)
         before = num_graphs()
-        made, first = scored(packs[0]), num_graphs()
+        fused, first = scored(packs[0]), num_graphs()
         for packed in packs[1:]:
             scored(packed)
         others = num_graphs()
         compiled_s = _seconds(subject, lambda: scored(packs[0]))
-    angle, floor = (1 - _cosine(gradient, true[1]) for gradient in (made[1], eager[1]))
+    angle, floor = (1 - _cosine(gradient, true[1]) for gradient in (fused[1], eager[1]))
     measurements = [
-        *within_floor("compiled layers", (made[0] - true[0]).abs(), (eager[0] - true[0]).abs(), least=1e-5),
+        *within_floor("compiled layers", (fused[0] - true[0]).abs(), (eager[0] - true[0]).abs(), least=1e-5),
         below("1 - cosine of gradients", angle, max(2 * floor, 1e-5)),
         above("graphs of the first pack", first - before, 0),
         equal("graphs of packs of other lengths", others - first, 0),
