@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -481,8 +481,9 @@ def choose(config: Config, distributed: Distributed, console: RunConsole) -> Con
             model, config.algorithm, has_critic=config.plan.has_critic, engine_context=config.rotary_context
         )
         memory = distributed.device_memory
-        compiling = with_compilation(config, shape, device_type=distributed.device.type, say=console.say)
-        return with_chosen(compiling, shape, distributed.sharding, available=memory, say=console.say)
+        decided = with_compilation(model, shape, device_type=distributed.device.type, say=console.say)
+        with_model = replace(config, model=decided)
+        return with_chosen(with_model, shape, distributed.sharding, available=memory, say=console.say)
 
     with distributed.whole_models():
         resolved_config = distributed.together(choose_on_this_rank)

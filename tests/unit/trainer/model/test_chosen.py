@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
 from lockstep.trainer.model.chosen import FULL_SPEED_TOKENS, with_chosen, with_compilation
@@ -166,9 +167,9 @@ def test_a_cache_without_a_size_is_left_as_much_as_the_update(monkeypatch: pytes
 def test_layers_are_compiled_on_gpus_unless_the_setting_says_otherwise(
     given: bool | None, device_type: str, layers: int, compiles: bool, says: str
 ) -> None:
-    config, said = Config(), []
-    config.model.compile = given
+    said: list[str] = []
     shape = replace(SMOLLM2, compilable=layers)
-    assert with_compilation(config, shape, device_type=device_type, say=said.append).model.compile is compiles
+    model = with_compilation(ModelConfig(compile=given), shape, device_type=device_type, say=said.append)
+    assert model.compile is compiles
     assert len(said) == bool(says)
     assert says in "".join(said)
