@@ -33,7 +33,6 @@ from lockstep.trainer.model.decoder import (
     prepare,
     vision_of,
 )
-from lockstep.trainer.model.layers.compiled import compile_layers
 from lockstep.trainer.model.policy import Policy
 
 
@@ -69,6 +68,8 @@ class Critic(nn.Module):
         prepare(decoder, **setup)
         self.vision = vision_of(decoder, **setup)
         if is_compiled:
+            from lockstep.trainer.model.layers.compiled import compile_layers  # other runs do not load it
+
             compile_layers(decoder.get_decoder())
         self.decoder = decoder
         weight = next(decoder.parameters())  # of bfloat16 under ZeRO-3, which partitions tensors of one dtype only

@@ -1,7 +1,7 @@
 """Preparation of a transformers decoder for packed rows, shared by policy and critic.
 
     config ─► refuse what cannot be packed ─► weights ─► `prepare`: layers per row, no randomness, checkpointing
-                                                     ─► `compile_layers` ─► `packed_hidden_states`
+                                                     ─► `compile_layers` (trainer/model/layers/compiled.py) ─► `packed_hidden_states`
 
 Shape legend: _L tokens of the pack, _D hidden size.
 """
@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lockstep.rollout.errors import ConfigError, TrainingError
@@ -163,6 +164,12 @@ def vision_of(model: PreTrainedModel, **setup: Unpack[DecoderSetup]) -> Vision |
 def attention_of(model: PreTrainedModel) -> str:
     """Return the name of the model's attention implementation."""
     return str(model.config.get_text_config()._attn_implementation)
+
+
+def compilable_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that transformers marks, but for recurrent ones."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in layers if not any(recurrent.recurrent_layers(layer))]
 
 
 def can_share_prefixes(module: nn.Module) -> bool:

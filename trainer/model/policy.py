@@ -30,7 +30,6 @@ from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model import decoder
 from lockstep.trainer.model.fused_head import FusedHead
-from lockstep.trainer.model.layers.compiled import compile_layers
 from lockstep.trainer.model.layers.routing import Routing
 from lockstep.trainer.model.logit_tiles import LogitTransform
 from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
@@ -88,6 +87,8 @@ class Policy(nn.Module):
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
         self._compare_head_with_model()
         if is_compiled:
+            from lockstep.trainer.model.layers.compiled import compile_layers  # other runs do not load it
+
             compile_layers(causal_lm.get_decoder() if self.vision else causal_lm)
 
     @classmethod

@@ -14,8 +14,7 @@ from transformers import AutoModel, PreTrainedConfig
 from lockstep.rollout.models.stored_model import language_model
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
-from lockstep.trainer.model.decoder import decoder_setup, packable_config
-from lockstep.trainer.model.layers.compiled import compilable_layers
+from lockstep.trainer.model.decoder import compilable_layers, decoder_setup, packable_config
 from lockstep.trainer.model.layers.router_outputs import router_coefs
 from lockstep.trainer.model.layers.routing import num_experts
 from lockstep.trainer.model.policy import Policy

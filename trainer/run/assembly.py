@@ -30,7 +30,6 @@ from lockstep.trainer.engines.run_engines import Engines, start_engines
 from lockstep.trainer.model.chosen import with_chosen, with_compilation
 from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.families import unproven
-from lockstep.trainer.model.layers.compiled import described
 from lockstep.trainer.model.layers.routing import refuse_dense
 from lockstep.trainer.model.memory_plan import MemoryPlan, memory_plan
 from lockstep.trainer.model.policy import Policy, policy_of
@@ -371,8 +370,10 @@ class Assembly:
         plan = memory_plan(shape, config, distributed.sharding)
         show_memory_plan(plan, console, available=distributed.device_memory)
         show_scale(shape, config, console)
-        if (sentence := described(module)) is not None:
-            console.say(sentence)
+        if config.model.is_compiled:
+            from lockstep.trainer.model.layers.compiled import described
+
+            console.say(described(module))
         if demonstrations is not None:
             demonstrations.take_teacher(teacher)
         if self._images is not None:

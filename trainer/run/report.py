@@ -17,7 +17,6 @@ from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.credit.targets import Targets
-from lockstep.trainer.model.layers.compiled import GraphCount
 from lockstep.trainer.model.memory_plan import GIB
 from lockstep.trainer.model.shape import update_flops
 from lockstep.trainer.observe.alarms import TOOL_ERRORS, AlarmThresholds, alarms, notes
@@ -33,6 +32,7 @@ from lockstep.trainer.update.update_guard import Attempt
 
 if TYPE_CHECKING:
     from lockstep.trainer.evaluate.evaluation import Evaluation
+    from lockstep.trainer.model.layers.compiled import GraphCount
     from lockstep.trainer.observe.trackers.tracker import Medium
 
 COMPARISON = "comparing with the evaluation before training"
@@ -50,7 +50,11 @@ class Reporter:
         self._explained: set[Cause | None] = set()
         """Causes of dropped rollouts of which the first was printed."""
         self._has_shown_failed_call = False
-        self._graphs = GraphCount(console.warn) if parts.config.model.is_compiled else None
+        self._graphs: GraphCount | None = None
+        if parts.config.model.is_compiled:
+            from lockstep.trainer.model.layers.compiled import GraphCount  # other runs do not load it
+
+            self._graphs = GraphCount(console.warn)
         parts.updater.dump = self._dump
 
     def step(self, report: StepReport, evaluation: Mapping[str, float], *, before: int, checkpoint_s: float) -> None:

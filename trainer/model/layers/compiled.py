@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.distributed.sharding import GATHERED_WHOLE
-from lockstep.trainer.model.layers import packed_attention, recurrent
+from lockstep.trainer.model.decoder import compilable_layers
+from lockstep.trainer.model.layers import packed_attention
 from lockstep.trainer.model.layers.experts import EXPERTS
 
 RECOMPILE_LIMIT = 64
@@ -30,12 +30,6 @@ FIRST_UPDATES = 3
 """Updates of a process in which graphs are compiled, for packs with and without gradients, prefixes or adapters."""
 LATER_GRAPHS = 8
 """Graphs compiled after the first updates above which a warning is due."""
-
-
-def compilable_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that transformers marks, but for recurrent ones."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return [layer for layer in layers if not any(recurrent.recurrent_layers(layer))]
 
 
 def compiled_layers(module: nn.Module) -> list[nn.Module]:
@@ -78,11 +72,9 @@ def _compile_on_all_cores() -> None:
     config.compile_threads = config.decide_compile_threads()
 
 
-def described(module: nn.Module) -> str | None:
-    """Return how many layers of which classes are compiled; None if there are none."""
+def described(module: nn.Module) -> str:
+    """Return how many layers of which classes are compiled, as a line of the console."""
     classes = Counter(type(layer).__name__ for layer in compiled_layers(module))
-    if not classes:
-        return None
     return f"compiled       {', '.join(f'{number} {name}' for name, number in classes.items())}"
 
 
