@@ -1,7 +1,7 @@
 """Preparation of a transformers decoder for packed rows, shared by policy and critic.
 
     config ─► refuse what cannot be packed ─► weights ─► `prepare`: layers per row, no randomness, checkpointing
-                                                     ─► `compile_layers` (trainer/model/layers/compiled.py) ─► `packed_hidden_states`
+                                                     ─► layers/compiled.py ─► `packed_hidden_states`
 
 Shape legend: _L tokens of the pack, _D hidden size.
 """
