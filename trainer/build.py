@@ -45,7 +45,7 @@ def load_policy(model: ModelConfig, setup: DecoderSetup) -> Policy:
     return Policy.from_pretrained(
         model.path,
         dtype="float32",  # master weights; trainer/distributed/distributed.py chooses the mixed precision
-        is_compiled=model.compile,
+        is_compiled=model.is_compiled,
         trust_remote_code=model.trust_remote_code,
         lora=model.lora,
         **setup,

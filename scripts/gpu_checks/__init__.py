@@ -140,6 +140,13 @@ CHECKS = (
         rehearses=True,
     ),
     Check(
+        name="compiled",
+        module="lockstep.scripts.gpu_checks.numerics",
+        expected="compiled layers against float32: |Δ log π| within the floor and turn of the gradient less than twice "
+        "that of plain layers; packs of other lengths compile nothing; time < 1 of plain layers",
+        rehearses=True,
+    ),
+    Check(
         name="head",
         module="lockstep.scripts.gpu_checks.numerics",
         expected="fused head against full logits: largest |Δ| < 1e-5 in float32, mean |Δ| < 2e-3 in bfloat16; memory "

@@ -20,6 +20,7 @@ from lockstep.scripts.gpu_checks.subject import Subject
 from lockstep.trainer.batch.packing import PackedBatch, collate
 from lockstep.trainer.model.fused_head import fused_logprobs
 from lockstep.trainer.model.layers import varlen_attention
+from lockstep.trainer.model.layers.compiled import compile_layers, num_graphs
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks import isolation
 
@@ -67,6 +68,49 @@ def attention(subject: Subject) -> list[Measured]:
                 below(f"{which}: 1 - cosine of gradients", angle, max(2 * floor, 1e-5)),
             ]
     return measurements
+
+
+def compiled(subject: Subject) -> list[Measured]:
+    rows, policy = _rows(subject), subject.new_policy()
+    packs = [
+        collate(rows, range(number), share_prefixes=False, device=subject.device) for number in (len(rows), 2, 3, 4)
+    ]
+
+    def scored(packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return _scored(policy, lambda: policy(packed, with_entropy=False)[0])
+
+    true = scored(packs[0])
+    with subject.autocast():
+        eager, eager_s = scored(packs[0]), _seconds(subject, lambda: scored(packs[0]))
+        compile_layers(policy)
+        before = num_graphs()
+        fused, first = scored(packs[0]), num_graphs()
+        for packed in packs[1:]:
+            scored(packed)
+        others = num_graphs()
+        compiled_s = _seconds(subject, lambda: scored(packs[0]))
+    angle, floor = (1 - _cosine(gradient, true[1]) for gradient in (fused[1], eager[1]))
+    measurements = [
+        *within_floor("compiled layers", (fused[0] - true[0]).abs(), (eager[0] - true[0]).abs(), least=1e-5),
+        below("1 - cosine of gradients", angle, max(2 * floor, 1e-5)),
+        above("graphs of the first pack", first - before, 0),
+        equal("graphs of packs of other lengths", others - first, 0),
+    ]
+    if not subject.rehearses:
+        measurements.append(below("time of plain layers", compiled_s / eager_s, 1.0))
+    return measurements
+
+
+def _seconds(subject: Subject, compute: Callable[[], object]) -> float:
+    """Return the shortest of five times."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        compute()
+        if not subject.rehearses:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 @contextlib.contextmanager

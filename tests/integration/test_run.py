@@ -298,13 +298,16 @@ def test_compiled_layers_train_like_plain_ones_beside_the_engine(
     """The engine starts without compilation; the trainer in the same process must not inherit that."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     settings = (*demo, *SMALL, f"run_root={tmp_path}", "updates=3")
-    train(*settings, "run_name=plain")
+    assert "model.compile=false, the default on a CPU" in train(*settings, "run_name=plain")
     assert not list((tmp_path / "inductor").rglob("*.so"))
-    train(*settings, "run_name=compiled", "model.compile=true")
+    assert "compiled       2 Qwen3DecoderLayer" in train(*settings, "run_name=compiled", "model.compile=true")
     assert list((tmp_path / "inductor").rglob("*.so")), "nothing was compiled"
     plain, compiled = metrics(tmp_path / "plain"), metrics(tmp_path / "compiled")
     assert compiled[0]["reward/mean"] == plain[0]["reward/mean"]
     assert compiled[0]["optim/grad_norm"] == pytest.approx(plain[0]["optim/grad_norm"], rel=1e-4)
+    graphs = [line["perf/compiled_graphs"] for line in compiled]
+    assert 0 < graphs[0] <= graphs[-1] <= 10, "packs of later updates were compiled"
+    assert "perf/compiled_graphs" not in plain[0]
     for line in compiled:
         assert line["rollout_correction/k3_kl"] < 1e-9
         assert line["sync/canary_abs_diff"] < 1e-3

@@ -72,8 +72,6 @@ def _replay(correction: CorrectionConfig, algorithm: AlgorithmConfig, model: Mod
             f"{replay} needs the attention packed_rows, which hands each layer its pack, found "
             f"model.attn_implementation={model.attention}; set model.attn_implementation=auto"
         )
-    if model.compile:
-        yield f"{replay} changes routers in a way that torch.compile does not see; set model.compile=false"
     if correction.routing_replay == "engine":
         return
     if correction.logp_old == "bypass":

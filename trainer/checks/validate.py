@@ -73,7 +73,7 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
             from lockstep.trainer.checks.lone_process import lone_process_problems  # other runs do not load it
 
             problems += lone_process_problems()
-        problems += launch_problems(config.optimizer, config.model)
+        problems += launch_problems(config.optimizer)
         problems += model_problems(config.model, config.teacher)
         if config.model.sees_images:
             problems += image_problems(config.model)

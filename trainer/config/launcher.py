@@ -1,7 +1,7 @@
 """Conflicts of settings with the launcher or the installation.
 
-`trainer/update/optimizers/optimizer.py` and `trainer/model/decoder.py` raise the same messages for settings in a user's
-DeepSpeed file, which only they know, after the engine has started.
+`trainer/update/optimizers/optimizer.py` raises the same messages for settings in a user's DeepSpeed file, which only it
+knows, after the engine has started.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 
 NO_BITSANDBYTES = (
@@ -21,13 +20,9 @@ MUON_UNDER_ZERO = (
     "optimizer.name=muon orthogonalizes whole matrices, but ZeRO gives every rank flat pieces of them; "
     "launch with configs/accelerate/ddp.yaml, or set optimizer.name=adamw"
 )
-COMPILE_UNDER_ZERO3 = (
-    "model.compile=true does not work under ZeRO-3, which gathers the weights of each layer in hooks; "
-    "launch with configs/accelerate/zero2.yaml, or set model.compile=false"
-)
 
 
-def launch_problems(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
+def launch_problems(optimizer: OptimizerConfig) -> Iterator[str]:
     """Yield one sentence per conflict."""
     if launched_zero_stage() == 1:
         yield (
@@ -45,8 +40,6 @@ def launch_problems(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[
         yield NO_BITSANDBYTES
     if optimizer.name == "muon" and launched_zero_stage():
         yield MUON_UNDER_ZERO
-    if model.compile and launched_zero_stage() == 3:
-        yield COMPILE_UNDER_ZERO3
 
 
 def launched_zero_stage() -> int:

@@ -29,7 +29,7 @@ from lockstep.rollout.errors import CheckpointError, ConfigError, LockstepError,
 from lockstep.rollout.models import stored_model
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.addresses import address_towards, interface_of, is_loopback
-from lockstep.trainer.distributed.sharding import OPTIMIZER, PARAMETERS, Sharding, set_buffers
+from lockstep.trainer.distributed.sharding import GATHERED_WHOLE, OPTIMIZER, PARAMETERS, Sharding, set_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -163,6 +163,7 @@ class Distributed:
         """Wrap the module for DDP, DeepSpeed or one process. Use the result for every forward pass."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._trained = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        self._keep_hooks_outside(module)
         self.module, self._optimizer = self._accelerator.prepare(module, optimizer)
         return self.module
 
@@ -173,6 +174,7 @@ class Distributed:
         if self.zero_stage == 3:
             import deepspeed
 
+            self._keep_hooks_outside(module)
             plugin = self._accelerator.state.deepspeed_plugin
             assert plugin is not None
             inherited_keys = ("train_micro_batch_size_per_gpu", "bf16", "fp16")
@@ -185,6 +187,18 @@ class Distributed:
         if self.uses_deepspeed:
             return module.to(self.device)
         return self._accelerator.prepare_model(module, evaluation_mode=True)
+
+    def _keep_hooks_outside(self, module: nn.Module) -> None:
+        """Make ZeRO-3 gather the layers that are `GATHERED_WHOLE` as a whole."""
+        if self.zero_stage != 3:
+            return
+        from deepspeed.utils import set_z3_leaf_module
+
+        for part in module.modules():
+            if GATHERED_WHOLE in vars(part):
+                set_z3_leaf_module(part, True)
+                if any(parameter.requires_grad for parameter in part.parameters()):
+                    part.register_forward_pre_hook(_with_gradient)
 
     @contextlib.contextmanager
     def whole_parameters(self, module: nn.Module) -> Iterator[None]:
@@ -455,6 +469,18 @@ class Distributed:
         self._accelerator.end_training()
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
+
+
+def _with_gradient(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Let the states before a layer that is gathered whole have a gradient, also behind frozen weights.
+
+    DeepSpeed reduces the gradients of such a layer when that of its first argument is known. Without one, torch calls
+    that hook before the layer's backward pass, and DeepSpeed would take zeros.
+    """
+    states, *others = args
+    if torch.is_grad_enabled() and not states.requires_grad:
+        states = states.detach().requires_grad_()
+    return states, *others
 
 
 def _same_error(report: str, rank: int) -> LockstepError:

@@ -8,6 +8,8 @@ from typing import Any
 
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.pt"
 """Files of a checkpoint whose weights are not sharded."""
+GATHERED_WHOLE = "is_gathered_whole"
+"""Attribute of a module whose weights ZeRO-3 gathers at once, with its hooks outside of the module's forward pass."""
 REDUCE, LIVE = "reduce_bucket_size", "stage3_max_live_parameters"
 BUFFERS = {REDUCE: 100_000_000, LIVE: 500_000_000, "stage3_max_reuse_distance": 500_000_000}
 """Sizes of DeepSpeed's buffers in parameters, where the user's configuration names none.

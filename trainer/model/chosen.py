@@ -1,5 +1,5 @@
-"""Values of `optimizer.lr`, `token_budget` and `model.gradient_checkpointing` where they are null, by the size of the
-model and the memory plan."""
+"""Values of `optimizer.lr`, `token_budget`, `model.gradient_checkpointing` and `model.compile` where they are null, by
+the model, its memory plan and the device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.optimizer_settings import SMALL_MODEL_LR
 from lockstep.trainer.config.schema import PACK_TOKENS, Config
 from lockstep.trainer.distributed.sharding import Sharding
@@ -60,6 +61,19 @@ def with_chosen(
     if setting is None and plan.model.is_checkpointed:
         say("model.gradient_checkpointing=true, without which the memory plan does not fit")
     return replace(config, token_budget=plan.pack_tokens, model=plan.model)
+
+
+def with_compilation(
+    model: ModelConfig, shape: ModelShape, *, device_type: str, say: Callable[[str], None]
+) -> ModelConfig:
+    """Return the settings without null in `model.compile`: true on a GPU. say: receives why layers are not compiled."""
+    if model.compile is not None:
+        return model
+    if device_type != "cuda":
+        say("model.compile=false, the default on a CPU, where compiling takes longer than most runs gain by it")
+    elif not shape.compilable:
+        say("model.compile=false, because transformers marks no layers of this model, or only recurrent ones")
+    return replace(model, compile=device_type == "cuda" and shape.compilable > 0)
 
 
 def first_that_fits(plans: Iterable[MemoryPlan], *, available: int, on_gpu: bool) -> MemoryPlan:

@@ -27,7 +27,6 @@ from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.model.decoder import (
     DecoderSetup,
-    compile_layers,
     decoder_setup,
     packable_config,
     packed_hidden_states,
@@ -69,6 +68,8 @@ class Critic(nn.Module):
         prepare(decoder, **setup)
         self.vision = vision_of(decoder, **setup)
         if is_compiled:
+            from lockstep.trainer.model.layers.compiled import compile_layers  # other runs do not load it
+
             compile_layers(decoder.get_decoder())
         self.decoder = decoder
         weight = next(decoder.parameters())  # of bfloat16 under ZeRO-3, which partitions tensors of one dtype only
@@ -185,7 +186,7 @@ def with_critic(
     critic = Critic.from_pretrained(
         model.critic_path or model.path,
         dtype="float32",
-        is_compiled=model.compile,
+        is_compiled=model.is_compiled,
         trust_remote_code=model.trust_remote_code,
         **decoder_setup(model, engine_context),
     )

@@ -1,7 +1,7 @@
 """Preparation of a transformers decoder for packed rows, shared by policy and critic.
 
     config ─► refuse what cannot be packed ─► weights ─► `prepare`: layers per row, no randomness, checkpointing
-                                                     ─► `compile_layers` ─► `packed_hidden_states`
+                                                     ─► layers/compiled.py ─► `packed_hidden_states`
 
 Shape legend: _L tokens of the pack, _D hidden size.
 """
@@ -9,7 +9,6 @@ Shape legend: _L tokens of the pack, _D hidden size.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from lockstep.rollout.errors import ConfigError, TrainingError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.batch.packing import PackedBatch
 from lockstep.trainer.config.groups.model_settings import ATTENTIONS, ModelConfig
-from lockstep.trainer.config.launcher import COMPILE_UNDER_ZERO3
 from lockstep.trainer.model.layers import (
     autocast,
     chunked_attention,
@@ -163,40 +161,15 @@ def vision_of(model: PreTrainedModel, **setup: Unpack[DecoderSetup]) -> Vision |
     return Vision(model)
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Compile each layer by itself, in place. Parameter names stay, and equal layers share one compilation.
-
-    Pack lengths are symbolic, so a new length does not recompile. Attention, the fused head and recurrent layers, which
-    run once per row, are not compiled. Raises `ConfigError` if ZeRO-3 has partitioned the weights, or transformers
-    marks no layers in this model.
-    """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"{type(model).__name__} marks no layers (GradientCheckpointingLayer), so model.compile=true has nothing "
-            "to compile; set model.compile=false"
-        )
-    if any("ds_shape" in vars(parameter) for parameter in model.parameters()):
-        raise ConfigError(COMPILE_UNDER_ZERO3)
-    packed_attention.hide_from_compiler()
-    if torch.cuda.is_available():
-        _compile_on_all_cores()
-    for layer in layers:
-        if not any(recurrent.recurrent_layers(layer)):
-            layer.compile(dynamic=True)
-
-
-def _compile_on_all_cores() -> None:
-    """Undo `import vllm`, which limits the compilation of kernels to one thread in this process, too."""
-    from torch._inductor import config
-
-    os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS", None)
-    config.compile_threads = config.decide_compile_threads()
-
-
 def attention_of(model: PreTrainedModel) -> str:
     """Return the name of the model's attention implementation."""
     return str(model.config.get_text_config()._attn_implementation)
+
+
+def compilable_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that transformers marks, but for recurrent ones."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in layers if not any(recurrent.recurrent_layers(layer))]
 
 
 def can_share_prefixes(module: nn.Module) -> bool:

@@ -87,7 +87,9 @@ class Policy(nn.Module):
         self.logit_scale, self.softcap = logit_settings(causal_lm.config.get_text_config())
         self._compare_head_with_model()
         if is_compiled:
-            decoder.compile_layers(causal_lm.get_decoder() if self.vision else causal_lm)
+            from lockstep.trainer.model.layers.compiled import compile_layers  # other runs do not load it
+
+            compile_layers(causal_lm.get_decoder() if self.vision else causal_lm)
 
     @classmethod
     def from_pretrained(

@@ -14,7 +14,7 @@ from transformers import AutoModel, PreTrainedConfig
 from lockstep.rollout.models.stored_model import language_model
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
-from lockstep.trainer.model.decoder import decoder_setup, packable_config
+from lockstep.trainer.model.decoder import compilable_layers, decoder_setup, packable_config
 from lockstep.trainer.model.layers.router_outputs import router_coefs
 from lockstep.trainer.model.layers.routing import num_experts
 from lockstep.trainer.model.policy import Policy
@@ -63,6 +63,8 @@ class ModelShape:
     """Norms of hidden states in a layer."""
     has_head_norms: bool = False
     """True if queries and keys are normalized before the rotation."""
+    compilable: int = 0
+    """Layers of the policy that `model.compile` can compile."""
     tower: TowerShape | None = None
     """Vision tower of a model that sees images."""
 
@@ -115,6 +117,7 @@ class ModelShape:
             expert=expert,
             norms=round((len(norms) - len(of_heads)) / layers) or 2,
             has_head_norms=bool(of_heads),
+            compilable=len(compilable_layers(policy)),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from lockstep.trainer.data.prompts import DataSet, Prompts, heldout_data, traini
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
 from lockstep.trainer.engines.run_engines import Engines, start_engines
-from lockstep.trainer.model.chosen import with_chosen
+from lockstep.trainer.model.chosen import with_chosen, with_compilation
 from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.families import unproven
 from lockstep.trainer.model.layers.routing import refuse_dense
@@ -370,6 +370,10 @@ class Assembly:
         plan = memory_plan(shape, config, distributed.sharding)
         show_memory_plan(plan, console, available=distributed.device_memory)
         show_scale(shape, config, console)
+        if config.model.is_compiled:
+            from lockstep.trainer.model.layers.compiled import described
+
+            console.say(described(module))
         if demonstrations is not None:
             demonstrations.take_teacher(teacher)
         if self._images is not None:
@@ -464,25 +468,30 @@ def make_sync(
 
 
 def choose(config: Config, distributed: Distributed, console: RunConsole) -> Config:
-    """Choose learning rate, token budget and checkpointing where they are null, for model and device; a collective.
+    """Choose learning rate, token budget, checkpointing and compilation where they are null, for model and device; a
+    collective.
 
     Raises `ConfigError` on all ranks if nothing fits into the memory of one.
     """
-    if None not in (config.optimizer.lr, config.token_budget, config.model.gradient_checkpointing):
+    model = config.model
+    if None not in (config.optimizer.lr, config.token_budget, model.gradient_checkpointing, model.compile):
         return config
 
     def choose_on_this_rank() -> Config:
         shape = planned_shape(
-            config.model, config.algorithm, has_critic=config.plan.has_critic, engine_context=config.rotary_context
+            model, config.algorithm, has_critic=config.plan.has_critic, engine_context=config.rotary_context
         )
         memory = distributed.device_memory
-        return with_chosen(config, shape, distributed.sharding, available=memory, say=console.say)
+        decided = with_compilation(model, shape, device_type=distributed.device.type, say=console.say)
+        with_model = replace(config, model=decided)
+        return with_chosen(with_model, shape, distributed.sharding, available=memory, say=console.say)
 
     with distributed.whole_models():
         resolved_config = distributed.together(choose_on_this_rank)
     # Devices may differ; packs and the collectives of a repeated layer may not.
     resolved_config.token_budget = distributed.broadcast(resolved_config.token_budget)
     resolved_config.model.gradient_checkpointing = distributed.broadcast(resolved_config.model.gradient_checkpointing)
+    resolved_config.model.compile = distributed.broadcast(resolved_config.model.compile)
     return resolved_config
 
 

@@ -32,6 +32,7 @@ from lockstep.trainer.update.update_guard import Attempt
 
 if TYPE_CHECKING:
     from lockstep.trainer.evaluate.evaluation import Evaluation
+    from lockstep.trainer.model.layers.compiled import GraphCount
     from lockstep.trainer.observe.trackers.tracker import Medium
 
 COMPARISON = "comparing with the evaluation before training"
@@ -49,6 +50,11 @@ class Reporter:
         self._explained: set[Cause | None] = set()
         """Causes of dropped rollouts of which the first was printed."""
         self._has_shown_failed_call = False
+        self._graphs: GraphCount | None = None
+        if parts.config.model.is_compiled:
+            from lockstep.trainer.model.layers.compiled import GraphCount  # other runs do not load it
+
+            self._graphs = GraphCount(console.warn)
         parts.updater.dump = self._dump
 
     def step(self, report: StepReport, evaluation: Mapping[str, float], *, before: int, checkpoint_s: float) -> None:
@@ -59,6 +65,8 @@ class Reporter:
         costs = {"time/checkpoint": checkpoint_s} if checkpoint_s else {}
         health = {"health/alarms": float(len(sentences))}
         health |= self._memory()
+        if self._graphs is not None:
+            health |= self._graphs.metrics()
         self.log.write(report.update, {**report.metrics, **evaluation, **costs, **self._mfu(report), **health})
         if is_first:
             tokenizer = self._parts.chat.tokenizer

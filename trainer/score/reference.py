@@ -61,7 +61,7 @@ def make_reference(
     copy = Policy.from_pretrained(
         config.model.reference_path or config.model.path,
         dtype=config.model.dtype if distributed.uses_deepspeed else "float32",
-        is_compiled=config.model.compile,
+        is_compiled=config.model.is_compiled,
         trust_remote_code=config.model.trust_remote_code,
         setting="model.reference_path",
         **decoder_setup(config.model, config.rotary_context) | {"gradient_checkpointing": False},

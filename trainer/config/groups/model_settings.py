@@ -86,9 +86,9 @@ class ModelConfig:
         "recompute activations in the backward pass to save memory, for a third more time of an update; null: where "
         "the memory plan needs it",
     )
-    compile: bool = setting(
-        False,
-        "torch.compile the layers of the trained models; not under ZeRO-3",
+    compile: bool | None = setting(
+        None,
+        "torch.compile the layers of the trained models; null: on GPUs",
         experimental="not measured on a GPU yet",
     )
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
@@ -111,6 +111,11 @@ class ModelConfig:
     def is_checkpointed(self) -> bool:
         """gradient_checkpointing with null resolved, as long as no memory plan has chosen it."""
         return bool(self.gradient_checkpointing)
+
+    @property
+    def is_compiled(self) -> bool:
+        """compile with null resolved, as long as a run has not chosen it."""
+        return bool(self.compile)
 
     @property
     def sees_images(self) -> bool:

@@ -14,8 +14,9 @@ through the gate.
 A layer reads the routes from its own arguments, which gradient checkpointing keeps for the backward pass. A token
 without a route (-1) gets the model's own choice.
 
-Covered: sparse blocks with a child named `experts`, with ZeRO-3, DDP, LoRA and gradient checkpointing. Not covered:
-attention other than `packed_rows`, whose layers are not given `packed`; compiled layers.
+Covered: sparse blocks with a child named `experts`, with ZeRO-3, DDP, LoRA, gradient checkpointing and compiled layers,
+whose sparse blocks are not compiled. Not covered: attention other than `packed_rows`, whose layers are not given
+`packed`.
 
 Shape legend: _L tokens of the pack.
 """

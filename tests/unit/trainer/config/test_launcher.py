@@ -17,21 +17,21 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_zero_1_is_refused(deepspeed: pytest.MonkeyPatch) -> None:
     config = Config()
-    assert list(launch_problems(config.optimizer, config.model)) == []
+    assert list(launch_problems(config.optimizer)) == []
     deepspeed.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
-    (problem,) = launch_problems(config.optimizer, config.model)
+    (problem,) = launch_problems(config.optimizer)
     assert problem.startswith("launched with ZeRO-1")
     deepspeed.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    assert list(launch_problems(config.optimizer, config.model)) == []
+    assert list(launch_problems(config.optimizer)) == []
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw_tf"])
 def test_an_optimizer_that_offload_would_replace_is_refused(deepspeed: pytest.MonkeyPatch, name: str) -> None:
     config = Config()
     deepspeed.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
-    assert list(launch_problems(config.optimizer, config.model)) == []
+    assert list(launch_problems(config.optimizer)) == []
     config.optimizer.name = name
-    (problem,) = launch_problems(config.optimizer, config.model)
+    (problem,) = launch_problems(config.optimizer)
     assert f"optimizer.name={name} with offload_optimizer_device=cpu" in problem
     deepspeed.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-    assert list(launch_problems(config.optimizer, config.model)) == []
+    assert list(launch_problems(config.optimizer)) == []

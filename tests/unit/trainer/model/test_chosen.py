@@ -1,4 +1,4 @@
-"""Learning rate, token budget and gradient checkpointing where they are null."""
+"""Learning rate, token budget, gradient checkpointing and compilation where they are null."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lockstep.rollout.errors import ConfigError
+from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
-from lockstep.trainer.model.chosen import FULL_SPEED_TOKENS, with_chosen
+from lockstep.trainer.model.chosen import FULL_SPEED_TOKENS, with_chosen, with_compilation
 from lockstep.trainer.model.memory_plan import GIB, memory_plan
 from lockstep.trainer.model.shape import ModelShape
 
@@ -151,3 +152,24 @@ def test_a_cache_without_a_size_is_left_as_much_as_the_update(monkeypatch: pytes
     assert 0.9 * 48 * GIB - plan.total >= plan.activations
     config.rollout.engine = "colocated"  # sleeps while the trainer computes
     assert chosen(config, SMOLLM2, gib=48)[0].token_budget == 16_384
+
+
+@pytest.mark.parametrize(
+    ("given", "device_type", "layers", "compiles", "says"),
+    [
+        (None, "cuda", 28, True, ""),
+        (None, "cuda", 0, False, "transformers marks no layers"),
+        (None, "cpu", 28, False, "the default on a CPU"),
+        (True, "cpu", 28, True, ""),
+        (False, "cuda", 28, False, ""),
+    ],
+)
+def test_layers_are_compiled_on_gpus_unless_the_setting_says_otherwise(
+    given: bool | None, device_type: str, layers: int, compiles: bool, says: str
+) -> None:
+    said: list[str] = []
+    shape = replace(SMOLLM2, compilable=layers)
+    model = with_compilation(ModelConfig(compile=given), shape, device_type=device_type, say=said.append)
+    assert model.compile is compiles
+    assert len(said) == bool(says)
+    assert says in "".join(said)
