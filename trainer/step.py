@@ -36,13 +36,13 @@ from lockstep.trainer.engines.recovery import Recovery
 from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3, noise_floor, quantization_cost
 from lockstep.trainer.observe.metrics_log import BATCH
 from lockstep.trainer.observe.step_metrics import StepReport, step_metrics, trained_rollout_metrics
-from lockstep.trainer.score.reference import Reference
 from lockstep.trainer.stopwatch import Stopwatch
 from lockstep.trainer.update.updater import Updater
 
 if TYPE_CHECKING:  # of runs with a teacher
     from lockstep.trainer.engines.averaged_teacher import AveragedTeacher
     from lockstep.trainer.engines.teacher import Teacher
+    from lockstep.trainer.score.reference import Reference
 
 T = TypeVar("T")
 

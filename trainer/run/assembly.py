@@ -38,7 +38,6 @@ from lockstep.trainer.model.start_checks.distances import Reach, reach
 from lockstep.trainer.model.start_checks.rounding import marked_layers, rounding_of
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.run.library_logs import ThirdPartyLog
-from lockstep.trainer.score.reference import make_reference
 from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.step import Trainer
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
@@ -165,12 +164,17 @@ class Assembly:
             if config.evaluates:
                 self._warn_of_overlap(prompts, heldout)
                 evaluate = self._rollouts_evaluation(heldout, rollout_parts, recovery, chat)
+        reference = None
+        if config.has_rollouts and config.algorithm.kl_coef:
+            from lockstep.trainer.score.reference import make_reference  # runs without a reference do not load it
+
+            reference = make_reference(config, distributed, module, self._image_source)
         trainer = Trainer(
             config,
             distributed=distributed,
             updater=updater,
             rollouts=rollout_parts.rollouts if rollout_parts else None,
-            reference=make_reference(config, distributed, module, self._image_source) if config.has_rollouts else None,
+            reference=reference,
             teacher=teacher if config.plan.teaches_rollouts else None,
             averaged=average,
             sync=sync,

@@ -17,7 +17,6 @@ from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.model.layers.router_outputs import RouterOutput, RouterOutputs, router_coefs
 from lockstep.trainer.model.policy import Policy
-from lockstep.trainer.objective.load_balance import expert_load, fractions
 from lockstep.trainer.score.scorer import Scorer
 
 
@@ -36,6 +35,11 @@ class Routers:
         self.outputs = RouterOutputs(decoder) if decoder else None
         self.aux_coef, self.z_coef = router_coefs(decoder, algorithm) if decoder else (0.0, 0.0)
 
+    @property
+    def exist(self) -> bool:
+        """False for a dense model."""
+        return self.replayed is not None or bool(self.outputs and self.outputs.num_routers)
+
     @contextmanager
     def recorded(self) -> Iterator[list[RouterOutput]]:
         """Yield a list that receives the routers' outputs of the update's forward pass inside the block."""
@@ -50,6 +54,8 @@ class Routers:
         aux loss. num_tokens: number of those tokens."""
         if self.outputs is None or not self.aux_coef:
             return None
+        from lockstep.trainer.objective.load_balance import fractions  # updates of dense models do not load it
+
         return fractions(self._scorer.total(batch, rows, partial(self._load, keep_N)), num_tokens)
 
     def refuse_missing(self, records: Sequence[RouterOutput]) -> None:
@@ -73,4 +79,6 @@ class Routers:
 
 def load_at(records: Sequence[RouterOutput], position_T: Tensor) -> Tensor:
     """Return the (X, E) load by the tokens at these positions of the pack."""
+    from lockstep.trainer.objective.load_balance import expert_load
+
     return expert_load([record.chosen_LK[position_T] for record in records], records[0].num_experts)

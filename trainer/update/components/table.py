@@ -16,7 +16,7 @@ IS_PART: dict[str, Callable[[RolloutStep], bool]] = {
     "kl": lambda step: step.targets.ref_logp_N is not None and step.algorithm.kl_place == "loss",
     "entropy": lambda step: True,
     "value": lambda step: step.targets.credit is not None,
-    "router": lambda step: True,
+    "router": lambda step: step.routers.exist,
     "teacher": lambda step: step.algorithm.teacher_divergence != "off",
 }
 """Condition of each component: True if the step computes it. In the order in which their losses are added."""
