@@ -23,8 +23,8 @@ import torch
 from harness.device import DEVICE, clock
 from harness.results import argument_parser, report
 
-from lockstep.trainer.model.fused_head import fused_logprobs
-from lockstep.trainer.model.logit_tiles import LogitTransform
+from lockstep.trainer.model.head.fused_head import fused_logprobs
+from lockstep.trainer.model.head.logit_tiles import LogitTransform
 
 TEMPERATURE = 0.7
 

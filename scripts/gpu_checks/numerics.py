@@ -18,7 +18,7 @@ from lockstep.rollout.records import EngineCall, FinishReason, TrainingRow
 from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal, within_floor
 from lockstep.scripts.gpu_checks.subject import Subject
 from lockstep.trainer.batch.packing import PackedBatch, collate
-from lockstep.trainer.model.fused_head import fused_logprobs
+from lockstep.trainer.model.head.fused_head import fused_logprobs
 from lockstep.trainer.model.layers import varlen_attention
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks import isolation

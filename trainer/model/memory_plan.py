@@ -20,7 +20,7 @@ from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB, RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
-from lockstep.trainer.model.logit_tiles import LOGITS_BUDGET_GIB, TILE_K
+from lockstep.trainer.model.head.logit_tiles import LOGITS_BUDGET_GIB, TILE_K
 from lockstep.trainer.model.shape import ModelShape
 
 GIB = 2**30

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.trainer.model import logit_tiles
-from lockstep.trainer.model.fused_head import FusedHead, fused_logprobs
-from lockstep.trainer.model.logit_tiles import LogitTransform
+from lockstep.trainer.model.head import logit_tiles
+from lockstep.trainer.model.head.fused_head import FusedHead, fused_logprobs
+from lockstep.trainer.model.head.logit_tiles import LogitTransform
 
 N, D, V = 23, 8, 50
 
@@ -19,7 +19,7 @@ N, D, V = 23, 8, 50
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Force several tiles and chunks at this size; V is not a multiple of the tile."""
     monkeypatch.setattr(logit_tiles, "TILE_K", 16)
-    monkeypatch.setattr(logit_tiles, "LOGITS_BUDGET_GIB", TINY_BUDGET_GIB)
+    monkeypatch.setattr(logit_tiles, "CPU_LOGITS_BUDGET_GIB", TINY_BUDGET_GIB)
 
 
 TINY_BUDGET_GIB = 5 * 16 * 8 * 3 / 2**30
@@ -179,7 +179,7 @@ def test_the_result_does_not_depend_on_tiles_and_chunks(monkeypatch):
     results = []
     for tile, budget in ((16, TINY_BUDGET_GIB), (64, 1.0), (1, 1.0)):
         monkeypatch.setattr(logit_tiles, "TILE_K", tile)
-        monkeypatch.setattr(logit_tiles, "LOGITS_BUDGET_GIB", budget)
+        monkeypatch.setattr(logit_tiles, "CPU_LOGITS_BUDGET_GIB", budget)
         found = fused_logprobs(x["hidden"], x["weight"], x["targets"])
         results.append((*found, *gradients(*found, (x["hidden"], x["weight"]), True)))
     for other in results[1:]:
