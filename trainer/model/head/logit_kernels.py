@@ -172,11 +172,12 @@ def _gradient(
     if WITH_ENTROPY:
         upstream += tl.load(grad_entropy_ptr + row) * (log_p + tl.load(entropy_ptr + row))
     dz = -tl.exp(log_p) * upstream
-    for i in range(NUM_CANDIDATES):
-        place = row * NUM_CANDIDATES + i
-        column = tl.load(candidate_ptr + place) - start
-        if (column >= first) & (column < first + BLOCK):
-            dz = tl.where(columns == column, tl.load(candidate_dz_ptr + place), dz)
+    if NUM_CANDIDATES > 0:
+        for i in range(NUM_CANDIDATES):
+            place = row * NUM_CANDIDATES + i
+            column = tl.load(candidate_ptr + place) - start
+            if (column >= first) & (column < first + BLOCK):
+                dz = tl.where(columns == column, tl.load(candidate_dz_ptr + place), dz)
     target = tl.load(target_ptr + row) - start
     dz += tl.where(columns == target, tl.load(grad_logprob_ptr + row), 0.0)
     dz *= slope * inner
