@@ -20,7 +20,7 @@ from unittest import mock
 
 from tests.fixtures.fake_gpu import fake_gpu, load_stub
 
-N, D, V, E = 13, 32, 300, 5
+N, D, V, E = 11, 32, 200, 5
 TILE, TOKENS = 128, 5
 """Vocabulary entries of a tile and tokens of a chunk; no multiples of either."""
 MASKED = slice(3, 6)

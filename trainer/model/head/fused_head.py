@@ -4,8 +4,8 @@ With a vocabulary of 151,936 the logits of 8,192 tokens take 4.6 GiB in float32,
 that. Here the vocabulary is processed in tiles (each tile of the weight is read, and its gradient written, once) and
 the tokens in chunks. A running log-sum-exp joins the tiles; backward recomputes each tile. Kept between forward and
 backward are the hidden states, the weight and three numbers per token. On a GPU kernels read each float32 tile once per
-direction (logit_kernels.py). On a CPU (logit_chain.py), if all logits fit one tile and one chunk, their softmax is in
-memory anyway when forward ends; it is kept, and backward recomputes nothing.
+direction (logit_kernels.py). On a CPU (logit_chain.py) the softmax over a small vocabulary is kept, and backward
+recomputes nothing.
 
 On request the same passes give the log-probabilities of a table of further vocabulary entries per token, its
 candidates, and the log-probability of all others together (`fused_candidates`). A divergence from a teacher that names
@@ -195,15 +195,16 @@ def _arithmetic(tiles: LogitTiles) -> ModuleType:
 
 
 def _add_tiles(tiles: LogitTiles, sums: Sums, *, with_entropy: bool) -> torch.Tensor | None:
-    """Sum over all tiles. Returns the softmax over the vocabulary if it was computed in one piece."""
-    arithmetic, softmax_CK = _arithmetic(tiles), None
+    """Sum over all tiles. Returns the softmax over a small vocabulary, for a backward without candidates."""
+    arithmetic = _arithmetic(tiles)
+    softmax_NV = tiles.new_softmax() if sums.candidate_ids_NE is None else None
     for tile in tiles.tiles:
         weight_KD = tiles.weight(tile)
         for tokens in tiles.chunks:
+            kept = {} if softmax_NV is None else {"softmax_CK": softmax_NV[tokens]}
             z_CK = tiles.products(weight_KD, tokens)
-            softmax_CK = arithmetic.statistics(tiles, tile, z_CK, sums.of(tokens), with_entropy=with_entropy)
-    is_whole = len(tiles.tiles) == len(tiles.chunks) == 1 and tiles.transform.softcap is None
-    return softmax_CK if is_whole else None
+            arithmetic.statistics(tiles, tile, z_CK, sums.of(tokens), with_entropy=with_entropy, **kept)
+    return softmax_NV
 
 
 def _gradients(
@@ -250,9 +251,8 @@ def _gradients(
     for tile in tiles.tiles:
         weight_KD = tiles.weight(tile)
         for tokens in tiles.chunks:
-            if softmax_NV is not None and grad_entropy_N is None:
-                dz_CK = torch.mul(softmax_NV, -common_N[:, None], out=tiles.scratch(0, softmax_NV.shape))
-                dz_CK = logit_chain.finish(tiles, tile, dz_CK, None, rows)
+            if softmax_NV is not None:
+                dz_CK = logit_chain.gradient_of_softmax(tiles, tile, softmax_NV[tokens], rows.of(tokens))
             else:
                 dz_CK = arithmetic.gradient(tiles, tile, tiles.products(weight_KD, tokens), rows.of(tokens))
             sums.add(dz_CK, weight_KD, tile, tokens)

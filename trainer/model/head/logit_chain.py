@@ -13,11 +13,17 @@ from lockstep.trainer.model.head.logit_tiles import Gradients, LogitTiles, Sums
 
 
 def statistics(
-    tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, sums: Sums, *, with_entropy: bool
-) -> torch.Tensor | None:
-    """Add a tile to the sums of its tokens. z_CK: products, which are overwritten.
+    tiles: LogitTiles,
+    tile: slice,
+    z_CK: torch.Tensor,
+    sums: Sums,
+    *,
+    with_entropy: bool,
+    softmax_CK: torch.Tensor | None = None,
+) -> None:
+    """Add a tile to the sums of its tokens.
 
-    Returns the softmax over the tile, which belongs to the scratch memory; None with candidates.
+    z_CK: products, which are overwritten. softmax_CK: memory for the softmax over the tile, None for scratch memory.
     """
     _transform(tiles, tile, z_CK)
     columns, inside = place(sums.target_ids_N[:, None], tile)
@@ -26,7 +32,7 @@ def statistics(
     if ids_CE is not None and logit_CE is not None:
         columns, inside = place(ids_CE, tile)
         logit_CE.copy_(torch.where(inside, z_CK.gather(1, columns), logit_CE))
-    p_CK, largest_C, exp_sum_C = _softmax(tiles, z_CK)
+    p_CK, largest_C, exp_sum_C = _softmax(tiles, z_CK, softmax_CK)
     new_m_C = torch.maximum(sums.m_N, largest_C)
     shift_C = sums.m_N - new_m_C
     decay_C, own_C = shift_C.exp(), (largest_C - new_m_C).exp() * exp_sum_C
@@ -35,27 +41,40 @@ def statistics(
         sums.t_N.add_(shift_C * sums.s_N).mul_(decay_C).add_(own_t_C)
     sums.s_N.mul_(decay_C).add_(own_C)
     sums.m_N.copy_(new_m_C)
-    if ids_CE is None:
-        return p_CK
-    sums.r_N.mul_(decay_C).add_(own_C * _cleared(p_CK, columns, inside).sum(1))
-    return None
+    if ids_CE is not None:
+        sums.r_N.mul_(decay_C).add_(own_C * _cleared(p_CK, columns, inside).sum(1))
 
 
 def gradient(tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, rows: Gradients) -> torch.Tensor:
     """Return the gradient of a tile of products, in scratch memory. z_CK: the products, which are overwritten."""
     slope_CK = _transform(tiles, tile, z_CK, with_slope=True)
     p_CK, largest_C, exp_sum_C = _softmax(tiles, z_CK)
-    scale_C = -(largest_C - rows.lse_N).exp() * exp_sum_C  # from the softmax over the tile to -p
+    of_tile_C = (largest_C - rows.lse_N).exp() * exp_sum_C  # the tile's part of the probability
     if rows.grad_entropy_N is None:
-        dz_CK = p_CK.mul_((scale_C * rows.common_N)[:, None])
+        dz_CK = p_CK.mul_((-of_tile_C * rows.common_N)[:, None])
     else:
-        factor_C = scale_C * rows.grad_entropy_N
-        constant_C = scale_C * (rows.common_N + rows.grad_entropy_N * (rows.entropy_N - rows.lse_N))
-        dz_CK = torch.addcmul(constant_C[:, None], z_CK, factor_C[:, None], out=z_CK).mul_(p_CK)
-    return finish(tiles, tile, dz_CK, slope_CK, rows)
+        constant_C = rows.common_N + rows.grad_entropy_N * (rows.entropy_N - rows.lse_N)
+        dz_CK = _times(p_CK, z_CK, of_tile_C * constant_C, of_tile_C * rows.grad_entropy_N)
+    return _finish(tiles, tile, dz_CK, slope_CK, rows)
 
 
-def finish(
+def gradient_of_softmax(tiles: LogitTiles, tile: slice, p_CK: torch.Tensor, rows: Gradients) -> torch.Tensor:
+    """Return what `gradient` does, from a softmax over the whole vocabulary instead of products."""
+    dz_CK = tiles.scratch(0, p_CK.shape)
+    if rows.grad_entropy_N is None:
+        torch.mul(p_CK, -rows.common_N[:, None], out=dz_CK)
+    else:
+        log_p_CK = torch.clamp_min(p_CK, torch.finfo(p_CK.dtype).tiny, out=dz_CK).log_()
+        _times(p_CK, log_p_CK, rows.common_N + rows.grad_entropy_N * rows.entropy_N, rows.grad_entropy_N)
+    return _finish(tiles, tile, dz_CK, None, rows)
+
+
+def _times(p_CK: torch.Tensor, x_CK: torch.Tensor, constant_C: torch.Tensor, factor_C: torch.Tensor) -> torch.Tensor:
+    """Return -p (constant + factor x) in the place of x."""
+    return torch.addcmul(-constant_C[:, None], x_CK, -factor_C[:, None], out=x_CK).mul_(p_CK)
+
+
+def _finish(
     tiles: LogitTiles, tile: slice, dz_CK: torch.Tensor, slope_CK: torch.Tensor | None, rows: Gradients
 ) -> torch.Tensor:
     """Set the gradients of candidates, add those of targets, and go back through the softcap, in place."""
@@ -84,9 +103,11 @@ def _transform(tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, *, with_slope
     return slope_CK
 
 
-def _softmax(tiles: LogitTiles, z_CK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the softmax over the tile in buffer 1, and per token its largest logit m and Σ exp(z - m)."""
-    p_CK = torch.softmax(z_CK, 1, out=tiles.scratch(1, z_CK.shape))
+def _softmax(
+    tiles: LogitTiles, z_CK: torch.Tensor, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the softmax over the tile, in `out` or buffer 1, and per token its largest logit m and Σ exp(z - m)."""
+    p_CK = torch.softmax(z_CK, 1, out=tiles.scratch(1, z_CK.shape) if out is None else out)
     return p_CK, z_CK.amax(1), p_CK.amax(1).reciprocal()
 
 

@@ -6,6 +6,7 @@ _E candidates of a token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -21,8 +22,8 @@ TILE_K = 4096
 still fills a GPU."""
 EXCLUDED = -1e30
 """Logit of a token outside the support, and the maximum before the first tile. Finite, so that no difference is NaN."""
-_BUFFERS = 3
-"""Arrays of a tile's size that exist at a time without kernels: logits, probabilities, slope of the softcap."""
+KEPT_GIB = LOGITS_BUDGET_GIB / 3
+"""Largest softmax of a whole small vocabulary that forward keeps, so that backward computes no logits again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +160,18 @@ class LogitTiles:
         """True if Triton's kernels compute a tile; else torch's operations do."""
         return self.hidden_ND.is_cuda and self.dtype == torch.float32
 
+    def new_softmax(self) -> torch.Tensor | None:
+        """Return memory for a softmax (N, V) that is to be kept; None where backward computes the logits again."""
+        shape = (len(self.hidden_ND), len(self.weight_VD))
+        is_small = math.prod(shape) * self.dtype.itemsize <= KEPT_GIB * 2**30 and len(self.tiles) == 1
+        if self.uses_kernels or self.transform.softcap is not None or not is_small:
+            return None
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
     @property
     def _bytes_per_logit(self) -> int:
-        if not self.uses_kernels:
-            return _BUFFERS * self.dtype.itemsize
+        if not self.uses_kernels:  # logits, probabilities, slope of the softcap
+            return (2 if self.transform.softcap is None else 3) * self.dtype.itemsize
         own = self.operand_dtype.itemsize if self.operand_dtype != self.dtype else 0  # else in the place of the logits
         return self.dtype.itemsize + own
 
