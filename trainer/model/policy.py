@@ -30,8 +30,8 @@ from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model import decoder
 from lockstep.trainer.model.head.fused_head import FusedHead
-from lockstep.trainer.model.layers.routing import Routing
 from lockstep.trainer.model.head.logit_tiles import LogitTransform
+from lockstep.trainer.model.layers.routing import Routing
 from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
 
 if TYPE_CHECKING:

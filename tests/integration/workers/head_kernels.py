@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +35,6 @@ class Case:
     entropy: bool = True
     candidates: bool = False
     support: bool = False
-    fault: str | None = None
-    """A planted error, which must be found."""
 
 
 CASES = [
@@ -65,6 +60,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Return errors of values (largest) and of gradients (relative norm), passes over logits, products and syncs."""
     import torch
 
+    from benchmarks.harness.passes import counted_kernels
     from lockstep.trainer.model.head import logit_tiles
     from lockstep.trainer.model.head.fused_head import fused_candidates, fused_logprobs
     from lockstep.trainer.model.head.logit_tiles import LogitTransform
@@ -102,11 +98,14 @@ def measure(case: Case) -> dict[str, Any]:
         mock.patch.object(logit_tiles, "TILE_K", TILE),
         mock.patch.object(logit_tiles, "LOGITS_BUDGET_GIB", per_logit * TILE * TOKENS / 2**30),
         fake_gpu() as record,
-        counted_passes() as passes,
+        counted_kernels(4 * N * V, block=TILE) as passes,
     ):
         own = {name: value.to("cuda").requires_grad_() for name, value in values.items()}
         on_gpu = [one.to("cuda") for one in (target_ids, ids, upstream)]
-        offsets, support_ids = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]), supports[kept_of(sizes)]
+        offsets, support_ids = (
+            torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
+            supports[torch.arange(E) < sizes[:, None]],
+        )
         support = (offsets.to("cuda"), support_ids.to("cuda"))
         settings = {"bias_V": own.get("bias"), "transform": transform, "with_entropy": case.entropy}
         args = (own["hidden"], own["weight"], on_gpu[0])
@@ -142,12 +141,6 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def kept_of(sizes: Any) -> Any:
-    import torch
-
-    return torch.arange(E) < sizes[:, None]
-
-
 def defined(x: dict[str, Any], target_ids: Any, ids: Any, kept: Any, transform: Any) -> tuple[Any, Any, Any]:
     """Return logprobs, entropy, and logprobs of candidates and of all others, by the definition."""
     import torch
@@ -166,45 +159,6 @@ def defined(x: dict[str, Any], target_ids: Any, ids: Any, kept: Any, transform: 
         -(logp.exp() * finite).sum(1),
         torch.cat([logp.gather(1, ids), others], 1),
     )
-
-
-class Passes:
-    """Bytes that kernels load and store, in units of the float32 logits of all tokens."""
-
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-
-    def add(self, kind: str, pointers: Any, mask: Any) -> None:
-        # Numbers of a row are loaded as scalars, or few at a time; tiles in blocks.
-        kind = kind if pointers.data.size >= TILE else f"{kind} beside"
-        self.bytes[kind] += int(mask.data.sum()) * pointers.dtype.element_ty.primitive_bitwidth // 8
-
-    def taken(self) -> dict[str, float]:
-        taken = {kind: size / (4 * N * V) for kind, size in self.bytes.items()}
-        self.bytes.clear()
-        return taken
-
-
-@contextmanager
-def counted_passes() -> Iterator[Passes]:
-    """Count what kernels load and store inside the block."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    passes, load, store = Passes(), interpreter_builder.create_masked_load, interpreter_builder.create_masked_store
-
-    def counted_load(pointers: Any, mask: Any, *rest: Any) -> Any:
-        passes.add("load", pointers, mask)
-        return load(pointers, mask, *rest)
-
-    def counted_store(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        passes.add("store", pointers, mask)
-        return store(pointers, value, mask, *rest)
-
-    with (
-        mock.patch.object(interpreter_builder, "create_masked_load", counted_load),
-        mock.patch.object(interpreter_builder, "create_masked_store", counted_store),
-    ):
-        yield passes
 
 
 if __name__ == "__main__":
