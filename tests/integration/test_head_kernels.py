@@ -50,7 +50,7 @@ def test_the_interpreted_kernels(measured: dict[str, dict[str, Any]], name: str)
     assert backward["store"] == (0.5 if is_half else 1)
     # Numbers per token and tile, of which a candidate has some; tiles are 32 times wider on a GPU than here.
     for beside in (forward["load beside"] + forward["store beside"], backward["load beside"]):
-        assert beside <= 0.1 + 0.06 * E * case["candidates"]
+        assert beside <= 0.12 + 0.06 * E * case["candidates"]
 
 
 @pytest.mark.parametrize("is_full", [False, True])
