@@ -11,7 +11,7 @@ On a CPU the clock is the process's CPU time, which other processes disturb less
 
 On a GPU two more sides run. "chain" is the fused head with torch's operations in the place of its kernels. "liger" is
 `LigerFusedLinearCrossEntropyLoss` with sums in float32, if `liger_kernel` is installed, which nothing here needs. It
-does less: no entropy, no temperature. It is no part of the trainer because its logits are in half precision, which
+does less: no entropy, no temperature. The trainer does not use it because its logits are in half precision, which
 costs 0.04 in log π, and it knows neither candidates nor a sampling support per token; Liger's kernel with entropy also
 rounds the weight's gradient to bfloat16 every 1,024 tokens.
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -71,9 +72,9 @@ def chain(
 def liger(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
+    loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(
+        reduction="sum", accum_dtype=torch.float32
+    )
     return -loss(weight, hidden, targets), torch.zeros((), device=hidden.device)
 
 
@@ -147,11 +148,11 @@ def passes() -> list[dict[str, Any]]:
             tiles._buffers.clear()
             with counted as passed:
                 arithmetic.statistics(tiles, tile, torch.randn(tokens, TILE_K), sums, with_entropy=with_entropy)
-                forward = passed.taken()
+                forward = passed.pop()
                 tiles.operand(arithmetic.gradient(tiles, tile, torch.randn(tokens, TILE_K), rows_of))
-                backward = passed.taken()
-            for phase, found in (("forward", forward), ("backward", backward)):
-                row[f"{side} {phase}"] = round(sum(n for kind, n in found.items() if kind != "randn"), 2)
+                backward = passed.pop()
+            for phase, of_kinds in (("forward", forward), ("backward", backward)):
+                row[f"{side} {phase}"] = round(sum(n for kind, n in of_kinds.items() if kind != "randn"), 2)
         rows.append(row)
     return rows
 

@@ -28,11 +28,11 @@ class Passes:
         self.unit = unit
         self.bytes: Counter[str] = Counter()
 
-    def taken(self) -> dict[str, float]:
+    def pop(self) -> dict[str, float]:
         """Return the passes by kind since the last call."""
-        taken = {kind: size / self.unit for kind, size in self.bytes.items()}
+        passes = {kind: size / self.unit for kind, size in self.bytes.items()}
         self.bytes.clear()
-        return taken
+        return passes
 
 
 @contextmanager

@@ -181,9 +181,9 @@ def head_kernels(subject: Subject) -> list[Measured]:
             exact = _head_values(torch.float64, *inputs)
             with patch.object(LogitTiles, "uses_kernels", False):
                 chain = _head_values(dtype, *inputs)
-            found = _head_values(dtype, *inputs)
+            kernels = _head_values(dtype, *inputs)
             for index, name in enumerate(("log π", "entropy", "candidates", "dh", "dW", "db")):
-                error, floor = ((one[index] - exact[index]).norm() for one in (found, chain))
+                error, floor = ((one[index] - exact[index]).norm() for one in (kernels, chain))
                 least = 1e-6 * exact[index].norm().item()
                 bound = max(MEAN * floor.item(), least)
                 which = f"{str(dtype).removeprefix('torch.')}, {case}: error of {name}"

@@ -114,9 +114,9 @@ def measure(case: Case) -> dict[str, Any]:
             found = fused_candidates(*args, on_gpu[1], **settings)
         else:
             found = (*fused_logprobs(*args, **settings, support=support if case.support else None), None)
-        forward, passes_forward = record.num_syncs, passes.taken()
+        forward, passes_forward = record.num_syncs, passes.pop()
         loss(*found, on_gpu[2]).backward()
-        passes_backward, syncs = passes.taken(), dict(record.syncs)
+        passes_backward, syncs = passes.pop(), dict(record.syncs)
         backward = record.num_syncs - forward
         products = sorted({dtype for _, dtype in record.products})
         found = [None if one is None else one.detach().cpu().double() for one in found]

@@ -201,9 +201,9 @@ def _add_tiles(tiles: LogitTiles, sums: Sums, *, with_entropy: bool) -> torch.Te
     for tile in tiles.tiles:
         weight_KD = tiles.weight(tile)
         for tokens in tiles.chunks:
-            kept = {} if softmax_NV is None else {"softmax_CK": softmax_NV[tokens]}
+            settings = {} if softmax_NV is None else {"softmax_CK": softmax_NV[tokens]}
             z_CK = tiles.products(weight_KD, tokens)
-            arithmetic.statistics(tiles, tile, z_CK, sums.of(tokens), with_entropy=with_entropy, **kept)
+            arithmetic.statistics(tiles, tile, z_CK, sums.of(tokens), with_entropy=with_entropy, **settings)
     return softmax_NV
 
 
@@ -256,7 +256,7 @@ def _gradients(
             else:
                 dz_CK = arithmetic.gradient(tiles, tile, tiles.products(weight_KD, tokens), rows.of(tokens))
             sums.add(dz_CK, weight_KD, tile, tokens)
-    return sums.taken()
+    return sums.hidden_ND, sums.weight_VD, sums.bias_V
 
 
 def _wide(x: torch.Tensor, tiles: LogitTiles) -> torch.Tensor:

@@ -7,6 +7,9 @@ which is their definition.
 Shape legend: _C tokens of a chunk, _K vocabulary entries of a tile, _E candidates of a token.
 """
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# Triton's types describe a kernel only from outside: its constants are no Python values, and calls inside never return.
+
 from __future__ import annotations
 
 from typing import Any

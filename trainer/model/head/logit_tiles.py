@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -67,8 +67,9 @@ class _Rows:
 
     def of(self, tokens: slice) -> Self:
         """Return views of some tokens."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self)(**{name: None if x is None else x[tokens] for name, x in parts.items()})
+        whole = {field.name: getattr(self, field.name) for field in fields(self)}
+        parts: dict[str, Any] = {name: None if x is None else x[tokens] for name, x in whole.items()}
+        return type(self)(**parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -239,6 +240,3 @@ class GradientSums:
         tiles.product(dz_CK.T, tiles.hidden_ND[tokens], sum_KD, accumulates=tokens.start > 0)
         if self._tile_KD is not None and tokens == tiles.chunks[-1]:
             self.weight_VD[tile] = sum_KD
-
-    def taken(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        return self.hidden_ND, self.weight_VD, self.bias_V

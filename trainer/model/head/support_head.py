@@ -124,4 +124,4 @@ def _gradients(
             columns, inside = place(ids_NE[tokens], tile)
             dz_CK.zero_().scatter_add_(1, columns, torch.where(inside, dz_NE[tokens], 0).to(dz_CK.dtype))
             sums.add(dz_CK, weight_KD, tile, tokens)
-    return grad_hidden_ND, *sums.taken()[1:]
+    return grad_hidden_ND, sums.weight_VD, sums.bias_V
