@@ -66,20 +66,27 @@ def test_the_kernels_compile_for_a_gpu(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(logit_kernels, name)
-    number = 20 if is_full else 0
+    optional = "*fp32" if is_full else "constexpr"
+    last = ("*fp32", optional) if name == "_statistics" else (optional, optional)
+    types: dict[str, Any] = {
+        "z_ptr": "*fp32", "dz_ptr": "*bf16", "bias_ptr": optional, "ids": ("*i64", "*i64" if is_full else "constexpr"),
+        "numbers": ("*fp32",) * 4 + last, "window": ("i32", "i32", "fp32", "fp32"),
+    }  # fmt: skip
     constants: dict[str, Any] = {
-        "WITH_ENTROPY": is_full, "HAS_BIAS": is_full, "HAS_SOFTCAP": is_full, "NUM_CANDIDATES": number,
+        "WITH_ENTROPY": is_full, "HAS_SOFTCAP": is_full, "NUM_CANDIDATES": 20 if is_full else 0,
         "CANDIDATE_BLOCK": 32 if is_full else 1, "BLOCK": logit_kernels.BLOCK,
     }  # fmt: skip
-    if not is_full:
-        optional = ("bias_ptr", "candidate_ptr", "candidate_logit_ptr", "candidate_dz_ptr", "grad_entropy_ptr")
-        constants |= {one: None for one in optional if one in kernel.arg_names}
-    types = {"start": "i32", "num_columns": "i32", "inner": "fp32", "outer": "fp32", "dz_ptr": "*bf16"}
-    types |= {"target_ptr": "*i64", "candidate_ptr": "*i64"}
-    signature = {one: "constexpr" if one in constants else types.get(one, "*fp32") for one in kernel.arg_names}
-    aligned = [one for one, kind in signature.items() if kind.startswith("*") or kind == "i32"]
-    attributes = {(kernel.arg_names.index(one),): [["tt.divisibility", 16]] for one in aligned}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    signature = {one: types.get(one, "constexpr") for one in kernel.arg_names}
+    values: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+    for index, (argument, kinds) in enumerate(signature.items()):
+        for place, kind in enumerate(kinds) if isinstance(kinds, tuple) else [(None, kinds)]:
+            path = (index,) if place is None else (index, place)
+            if kind == "constexpr":
+                values[path] = constants.get(argument)  # None for a pointer that is not given
+            elif kind != "fp32":
+                aligned[path] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": logit_kernels.WARPS})
     assert compiled.asm["cubin"]
     assert "ld.global.v4.b32" in compiled.asm["ptx"], "16 bytes at a time"

@@ -12,8 +12,6 @@ Shape legend: _C tokens of a chunk, _K vocabulary entries of a tile, _E candidat
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -29,19 +27,20 @@ NONE = tl.constexpr(EXCLUDED)
 def statistics(tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, sums: Sums, *, with_entropy: bool) -> None:
     """Add a tile of products to the sums of its tokens."""
     ids_CE = sums.candidate_ids_NE
+    num_candidates = 0 if ids_CE is None else ids_CE.shape[1]
+    numbers = (sums.m_N, sums.s_N, sums.t_N, sums.r_N, sums.target_logit_N, sums.candidate_logit_NE)
     _statistics[(len(z_CK),)](
         z_CK,
         tiles.bias(tile),
-        sums.target_ids_N,
-        ids_CE,
-        sums.m_N,
-        sums.s_N,
-        sums.t_N,
-        sums.r_N,
-        sums.target_logit_N,
-        sums.candidate_logit_NE,
+        (sums.target_ids_N, ids_CE),
+        numbers,
+        _window(tiles, tile),
         WITH_ENTROPY=with_entropy,
-        **_settings(tiles, tile, z_CK, ids_CE),
+        HAS_SOFTCAP=tiles.transform.softcap is not None,
+        NUM_CANDIDATES=num_candidates,
+        CANDIDATE_BLOCK=triton.next_power_of_2(max(num_candidates, 1)),
+        BLOCK=_block(tiles),
+        num_warps=WARPS,
     )
 
 
@@ -49,40 +48,31 @@ def gradient(tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, rows: Gradients
     """Return the gradient of a tile of products as an operand, in scratch memory."""
     in_place = tiles.operand_dtype == tiles.dtype
     dz_CK = z_CK if in_place else tiles.scratch(1, z_CK.shape, tiles.operand_dtype)
-    ids_CE = rows.candidate_ids_NE if rows.candidate_dz_NE is not None else None
-    settings = _settings(tiles, tile, z_CK, ids_CE)
-    _gradient[(len(z_CK), triton.cdiv(z_CK.shape[1], settings["BLOCK"]))](
+    of_candidates = rows.candidate_dz_NE
+    numbers = (rows.lse_N, rows.entropy_N, rows.common_N, rows.grad_logprob_N, rows.grad_entropy_N, of_candidates)
+    block = _block(tiles)
+    _gradient[(len(z_CK), triton.cdiv(z_CK.shape[1], block))](
         z_CK,
         dz_CK,
         tiles.bias(tile),
-        rows.target_ids_N,
-        ids_CE,
-        rows.lse_N,
-        rows.entropy_N,
-        rows.common_N,
-        rows.grad_logprob_N,
-        rows.grad_entropy_N,
-        rows.candidate_dz_NE,
+        (rows.target_ids_N, rows.candidate_ids_NE),
+        numbers,
+        _window(tiles, tile),
         WITH_ENTROPY=rows.grad_entropy_N is not None,
-        **settings,
+        HAS_SOFTCAP=tiles.transform.softcap is not None,
+        NUM_CANDIDATES=0 if of_candidates is None else of_candidates.shape[1],
+        BLOCK=block,
+        num_warps=WARPS,
     )
     return dz_CK
 
 
-def _settings(tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, ids_CE: torch.Tensor | None) -> dict[str, Any]:
-    num_candidates = 0 if ids_CE is None else ids_CE.shape[1]
-    return {
-        "start": tile.start,
-        "num_columns": z_CK.shape[1],
-        "inner": tiles.inner,
-        "outer": tiles.transform.outer,
-        "HAS_BIAS": tiles.bias_V is not None,
-        "HAS_SOFTCAP": tiles.transform.softcap is not None,
-        "NUM_CANDIDATES": num_candidates,
-        "CANDIDATE_BLOCK": triton.next_power_of_2(max(num_candidates, 1)),
-        "BLOCK": min(BLOCK, triton.next_power_of_2(tiles.width)),
-        "num_warps": WARPS,
-    }
+def _window(tiles: LogitTiles, tile: slice) -> tuple[int, int, float, float]:
+    return tile.start, tile.stop - tile.start, tiles.inner, tiles.transform.outer
+
+
+def _block(tiles: LogitTiles) -> int:
+    return min(BLOCK, triton.next_power_of_2(tiles.width))
 
 
 @triton.jit
@@ -96,10 +86,10 @@ def _tanh(x):
 
 
 @triton.jit
-def _logits(z_ptr, bias_ptr, columns, inside, inner, outer, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def _logits(z_ptr, bias_ptr, columns, inside, inner, outer, HAS_SOFTCAP: tl.constexpr):
     """Load products of a row; return the logits that were sampled from, and the derivative by the products / inner."""
     z = tl.load(z_ptr + columns, mask=inside, other=0.0)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         z += tl.load(bias_ptr + columns, mask=inside, other=0.0)
     z *= inner
     slope = outer
@@ -112,19 +102,21 @@ def _logits(z_ptr, bias_ptr, columns, inside, inner, outer, HAS_BIAS: tl.constex
 
 @triton.jit
 def _statistics(
-    z_ptr, bias_ptr, target_ptr, candidate_ptr, m_ptr, s_ptr, t_ptr, r_ptr, target_logit_ptr, candidate_logit_ptr,
-    start, num_columns, inner, outer,
-    WITH_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
+    z_ptr, bias_ptr, ids, numbers, window,
+    WITH_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
     CANDIDATE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row per program."""
+    target_ptr, candidate_ptr = ids
+    m_ptr, s_ptr, t_ptr, r_ptr, target_logit_ptr, candidate_logit_ptr = numbers
+    start, num_columns, inner, outer = window
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * num_columns
     m, s, t, r = tl.load(m_ptr + row), tl.load(s_ptr + row), tl.load(t_ptr + row), tl.load(r_ptr + row)
     for first in range(0, num_columns, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < num_columns
-        z, _ = _logits(z_ptr, bias_ptr, columns, inside, inner, outer, HAS_BIAS, HAS_SOFTCAP)
+        z, _ = _logits(z_ptr, bias_ptr, columns, inside, inner, outer, HAS_SOFTCAP)
         z = tl.where(inside, z, NONE)
         new_m = tl.maximum(m, tl.max(z, 0))
         decay = tl.exp(m - new_m)
@@ -145,7 +137,7 @@ def _statistics(
         tl.store(t_ptr + row, t)
     column = tl.load(target_ptr + row) - start
     inside = (column >= 0) & (column < num_columns)
-    z, _ = _logits(z_ptr, bias_ptr, column, inside, inner, outer, HAS_BIAS, HAS_SOFTCAP)
+    z, _ = _logits(z_ptr, bias_ptr, column, inside, inner, outer, HAS_SOFTCAP)
     tl.store(target_logit_ptr + row, z, mask=inside)
     if NUM_CANDIDATES > 0:
         tl.store(r_ptr + row, r)
@@ -154,22 +146,23 @@ def _statistics(
         places += row * NUM_CANDIDATES
         columns = tl.load(candidate_ptr + places, mask=is_real, other=-1) - start
         inside = is_real & (columns >= 0) & (columns < num_columns)
-        z, _ = _logits(z_ptr, bias_ptr, columns, inside, inner, outer, HAS_BIAS, HAS_SOFTCAP)
+        z, _ = _logits(z_ptr, bias_ptr, columns, inside, inner, outer, HAS_SOFTCAP)
         tl.store(candidate_logit_ptr + places, z, mask=inside)
 
 
 @triton.jit
 def _gradient(
-    z_ptr, dz_ptr, bias_ptr, target_ptr, candidate_ptr, lse_ptr, entropy_ptr, common_ptr, grad_logprob_ptr,
-    grad_entropy_ptr, candidate_dz_ptr, start, num_columns, inner, outer,
-    WITH_ENTROPY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
-    CANDIDATE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, dz_ptr, bias_ptr, ids, numbers, window,
+    WITH_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, NUM_CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of a row per program."""
+    target_ptr, candidate_ptr = ids
+    lse_ptr, entropy_ptr, common_ptr, grad_logprob_ptr, grad_entropy_ptr, candidate_dz_ptr = numbers
+    start, num_columns, inner, outer = window
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     inside = columns < num_columns
-    z, slope = _logits(z_ptr + row * num_columns, bias_ptr, columns, inside, inner, outer, HAS_BIAS, HAS_SOFTCAP)
+    z, slope = _logits(z_ptr + row * num_columns, bias_ptr, columns, inside, inner, outer, HAS_SOFTCAP)
     log_p = z - tl.load(lse_ptr + row)
     upstream = tl.load(common_ptr + row)
     if WITH_ENTROPY:
