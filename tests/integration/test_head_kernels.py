@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,41 +56,59 @@ def test_the_interpreted_kernels(measured: dict[str, dict[str, Any]], name: str)
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-@pytest.mark.parametrize("name", ["_statistics", "_gradient"])
-def test_the_kernels_compile_for_a_gpu(
-    name: str, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_compile_for_a_gpu(is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter accepts more than the compiler does, and does not show how a thread reads memory."""
+    import torch
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from lockstep.trainer.model.head import logit_kernels
+    from lockstep.trainer.model.head.logit_tiles import Gradients, LogitTiles, LogitTransform, Sums
 
+    hopper = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(logit_kernels, name)
-    optional = "*fp32" if is_full else "constexpr"
-    last = ("*fp32", optional) if name == "_statistics" else (optional, optional)
-    types: dict[str, Any] = {
-        "z_ptr": "*fp32", "dz_ptr": "*bf16", "bias_ptr": optional, "ids": ("*i64", "*i64" if is_full else "constexpr"),
-        "numbers": ("*fp32",) * 4 + last, "window": ("i32", "i32", "fp32", "fp32"),
-    }  # fmt: skip
-    constants: dict[str, Any] = {
-        "WITH_ENTROPY": is_full, "HAS_SOFTCAP": is_full, "NUM_CANDIDATES": 20 if is_full else 0,
-        "CANDIDATE_BLOCK": 32 if is_full else 1, "BLOCK": logit_kernels.BLOCK,
-    }  # fmt: skip
-    signature = {one: types.get(one, "constexpr") for one in kernel.arg_names}
-    values: dict[tuple[int, ...], Any] = {}
-    aligned: dict[tuple[int, ...], Any] = {}
-    for index, (argument, kinds) in enumerate(signature.items()):
-        for place, kind in enumerate(kinds) if isinstance(kinds, tuple) else [(None, kinds)]:
-            path = (index,) if place is None else (index, place)
-            if kind == "constexpr":
-                values[path] = constants.get(argument)  # None for a pointer that is not given
-            elif kind != "fp32":
-                aligned[path] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": logit_kernels.WARPS})
-    assert compiled.asm["cubin"]
-    assert "ld.global.v4.b32" in compiled.asm["ptx"], "16 bytes at a time"
-    if name == "_gradient":
-        assert "st.global.v4.b32" in compiled.asm["ptx"]
+    monkeypatch.setattr(triton.runtime.driver, "_active", hopper)
+    programs = {}
+    for name in ("_statistics", "_gradient"):
+        monkeypatch.setattr(logit_kernels, name, _Compiling(getattr(logit_kernels, name), name, programs))
+    tokens, vocabulary = 4, 4096
+    transform = LogitTransform(softcap=30.0 if is_full else None)
+    bias_V = torch.zeros(vocabulary) if is_full else None
+    tiles = LogitTiles(torch.zeros(tokens, 16), torch.zeros(vocabulary, 16), bias_V, transform, None)
+    tiles.operand_dtype = torch.bfloat16
+    target_ids, ids = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, 20, dtype=torch.int64)
+    candidate_ids = ids if is_full else None
+    products, numbers = torch.zeros(tokens, vocabulary), torch.zeros(5, tokens)
+    sums = Sums.zeros(target_ids, candidate_ids, torch.float32)
+    logit_kernels.statistics(tiles, tiles.tiles[0], products, sums, with_entropy=is_full)
+    rows = Gradients(
+        target_ids_N=target_ids,
+        candidate_ids_NE=candidate_ids,
+        lse_N=numbers[0],
+        entropy_N=numbers[1],
+        common_N=numbers[2],
+        grad_logprob_N=numbers[3],
+        grad_entropy_N=numbers[4] if is_full else None,
+        candidate_dz_NE=torch.zeros(tokens, 20) if is_full else None,
+    )
+    logit_kernels.gradient(tiles, tiles.tiles[0], products, rows)
+    assert set(programs) == {"_statistics", "_gradient"}
+    assert all(program["cubin"] for program in programs.values())
+    assert all("ld.global.v4.b32" in program["ptx"] for program in programs.values()), "16 bytes at a time"
+    assert "st.global.v4.b32" in programs["_gradient"]["ptx"]
+
+
+class _Compiling:
+    """A kernel that is compiled for its arguments and not launched."""
+
+    def __init__(self, kernel: Any, name: str, programs: dict[str, Any]) -> None:
+        self.kernel, self.name, self.programs = kernel, name, programs
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compiled(*args: Any, **kwargs: Any) -> None:
+            self.programs[self.name] = self.kernel.warmup(*args, grid=grid, **kwargs).asm
+
+        return compiled
