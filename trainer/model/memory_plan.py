@@ -20,12 +20,7 @@ from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB, RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
-from lockstep.trainer.model.head.logit_tiles import (
-    CPU_LOGITS_BUDGET_GIB,
-    KEPT_GIB,
-    LOGITS_BUDGET_GIB,
-    TILE_K,
-)
+from lockstep.trainer.model.head import logit_tiles
 from lockstep.trainer.model.shape import ModelShape
 
 GIB = 2**30
@@ -321,15 +316,14 @@ def route_bytes(shape: ModelShape, tokens: int) -> int:
 def logits_bytes(shape: ModelShape, tokens: int, *, compute: int, on_gpu: bool) -> int:
     """Return the bytes of the fused head: tiles of logits, and gradients of hidden states and of a weight tile.
 
-    On a GPU the gradient of logits is beside them in half precision, or in their place. On a CPU their softmax is
-    beside them, and that over a small vocabulary is kept for backward.
+    On a GPU a gradient in half precision is beside the logits. On a CPU their softmax is, and that over a small
+    vocabulary is kept.
     """
-    width = min(TILE_K, shape.vocabulary)
+    width = min(logit_tiles.TILE_K, shape.vocabulary)
     if on_gpu:
-        of_gradient = compute if compute < FLOAT32 else 0
-        tiles = min(LOGITS_BUDGET_GIB * GIB, (FLOAT32 + of_gradient) * tokens * width)
+        tiles = min(logit_tiles.LOGITS_BUDGET_GIB * GIB, (FLOAT32 + compute % FLOAT32) * tokens * width)
     else:
+        tiles = min(logit_tiles.CPU_LOGITS_BUDGET_GIB * GIB, 2 * FLOAT32 * tokens * width)
         softmax = FLOAT32 * tokens * shape.vocabulary
-        is_kept = shape.vocabulary <= TILE_K and softmax <= KEPT_GIB * GIB
-        tiles = min(CPU_LOGITS_BUDGET_GIB * GIB, 2 * FLOAT32 * tokens * width) + softmax * is_kept
+        tiles += softmax * (width == shape.vocabulary and softmax <= logit_tiles.KEPT_GIB * GIB)
     return int(tiles) + FLOAT32 * (2 * tokens * shape.hidden + width * shape.hidden)

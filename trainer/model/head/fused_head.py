@@ -3,18 +3,16 @@
 With a vocabulary of 151,936 the logits of 8,192 tokens take 4.6 GiB in float32, and softmax and its gradient triple
 that. Here the vocabulary is processed in tiles (each tile of the weight is read, and its gradient written, once) and
 the tokens in chunks. A running log-sum-exp joins the tiles; backward recomputes each tile. Kept between forward and
-backward are the hidden states, the weight and three numbers per token. On a GPU kernels read each float32 tile once per
-direction (logit_kernels.py). On a CPU (logit_chain.py) the softmax over a small vocabulary is kept, and backward
-recomputes nothing.
+backward are the hidden states, the weight and three numbers per token; on a CPU also the softmax over a small
+vocabulary. Kernels on a GPU (logit_kernels.py) read a float32 tile once per direction; a CPU uses logit_chain.py.
 
 On request the same passes give the log-probabilities of a table of further vocabulary entries per token, its
 candidates, and the log-probability of all others together (`fused_candidates`). A divergence from a teacher that names
 its most probable tokens is a function of these (trainer/objective/distillation/divergence.py).
 
-Covered: bias, logit scale, final softcap, temperature; a restricted sampling support, which needs the logits of its own
-few tokens only (support_head.py); inputs from float64 to bfloat16 and
-autocast, which rounds the operands of products; products accumulated and softmax taken in float32 or wider. Not
-covered: heads that are not one linear layer, second derivatives.
+Covered: bias, logit scale, final softcap, temperature, restricted sampling support (support_head.py); inputs from
+float64 to bfloat16 and autocast, which rounds the operands of products; products accumulated and softmax taken in
+float32 or wider. Not covered: heads that are not one linear layer, second derivatives.
 
 Shape legend: _N target tokens, _D hidden size, _V vocabulary, _C tokens of a chunk, _K vocabulary entries of a tile,
 _E candidates of a token.
@@ -32,7 +30,6 @@ from torch.nn import functional as F
 
 from lockstep.trainer.model.head import logit_chain
 from lockstep.trainer.model.head.logit_tiles import IDENTITY, Gradients, GradientSums, LogitTiles, LogitTransform, Sums
-from lockstep.trainer.model.head.support_head import SupportLogprobs
 from lockstep.trainer.model.layers.autocast import operand_dtype
 
 REST_FLOOR = math.log(1e-30)
@@ -67,6 +64,8 @@ def fused_logprobs(
     if support is not None and len(support[0]) != len(target_ids_N) + 1:
         raise ValueError(f"found support for {len(support[0]) - 1} tokens, expected {len(target_ids_N)} as targets")
     if support is not None:
+        from lockstep.trainer.model.head.support_head import SupportLogprobs  # only truncated sampling needs it
+
         return SupportLogprobs.apply(hidden_ND, weight_VD, bias_V, target_ids_N, transform, *support, with_entropy)
     logprob_N, entropy_N, _ = _FusedLogprobs.apply(
         hidden_ND, weight_VD, bias_V, target_ids_N, transform, with_entropy, None
@@ -201,7 +200,7 @@ def _add_tiles(tiles: LogitTiles, sums: Sums, *, with_entropy: bool) -> torch.Te
     for tile in tiles.tiles:
         weight_KD = tiles.weight(tile)
         for tokens in tiles.chunks:
-            settings = {} if softmax_NV is None else {"softmax_CK": softmax_NV[tokens]}
+            settings = {} if softmax_NV is None else {"out": softmax_NV[tokens]}
             z_CK = tiles.products(weight_KD, tokens)
             arithmetic.statistics(tiles, tile, z_CK, sums.of(tokens), with_entropy=with_entropy, **settings)
     return softmax_NV
@@ -222,12 +221,13 @@ def _gradients(
     by the same sum of exponentials. Those of the candidates are set apart: there g_rest / r does not enter, and
     subtracting it again would cancel nothing but digits where r is small.
     """
-    hidden_ND, weight_VD, bias_V, target_ids_N, candidate_ids_NE, lse_N, entropy_N, softmax_NV, logp_NF = (
-        ctx.saved_tensors
-    )
+    hidden_ND, weight_VD, bias_V, target_ids_N, candidate_ids_NE, *computed = ctx.saved_tensors
+    lse_N, entropy_N, softmax_NV, logp_NF = computed
     tiles = LogitTiles(hidden_ND, weight_VD, bias_V, ctx.transform, ctx.rounded_to)
-    common_N = grad_logprob_N = torch.zeros_like(lse_N) if grad_logprob_N is None else _wide(grad_logprob_N, tiles)
-    grad_entropy_N = _wide(grad_entropy_N, tiles) if ctx.with_entropy and grad_entropy_N is not None else None
+    grad_logprob_N = torch.zeros_like(lse_N) if grad_logprob_N is None else grad_logprob_N.to(tiles.dtype)
+    common_N = grad_logprob_N = grad_logprob_N.contiguous()
+    if grad_entropy_N is not None:
+        grad_entropy_N = grad_entropy_N.to(tiles.dtype).contiguous() if ctx.with_entropy else None
     candidate_dz_NE = None
     if grad_logp_NF is not None:
         grad_logp_NF = grad_logp_NF.to(tiles.dtype)
@@ -247,7 +247,7 @@ def _gradients(
         grad_entropy_N=grad_entropy_N,
         candidate_dz_NE=candidate_dz_NE,
     )
-    arithmetic, sums = _arithmetic(tiles), GradientSums(tiles, bias_V, *ctx.needs_input_grad[:3])
+    arithmetic, sums = _arithmetic(tiles), GradientSums(tiles, *ctx.needs_input_grad[:3])
     for tile in tiles.tiles:
         weight_KD = tiles.weight(tile)
         for tokens in tiles.chunks:
@@ -257,7 +257,3 @@ def _gradients(
                 dz_CK = arithmetic.gradient(tiles, tile, tiles.products(weight_KD, tokens), rows.of(tokens))
             sums.add(dz_CK, weight_KD, tile, tokens)
     return sums.hidden_ND, sums.weight_VD, sums.bias_V
-
-
-def _wide(x: torch.Tensor, tiles: LogitTiles) -> torch.Tensor:
-    return x.to(tiles.dtype).contiguous()

@@ -13,18 +13,9 @@ from lockstep.trainer.model.head.logit_tiles import Gradients, LogitTiles, Sums
 
 
 def statistics(
-    tiles: LogitTiles,
-    tile: slice,
-    z_CK: torch.Tensor,
-    sums: Sums,
-    *,
-    with_entropy: bool,
-    softmax_CK: torch.Tensor | None = None,
+    tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, sums: Sums, with_entropy: bool, out: torch.Tensor | None = None
 ) -> None:
-    """Add a tile to the sums of its tokens.
-
-    z_CK: products, which are overwritten. softmax_CK: memory for the softmax over the tile, None for scratch memory.
-    """
+    """Add a tile of products, which are overwritten, to the sums of its tokens. out: memory for the tile's softmax."""
     _transform(tiles, tile, z_CK)
     columns, inside = place(sums.target_ids_N[:, None], tile)
     sums.target_logit_N.copy_(torch.where(inside, z_CK.gather(1, columns), sums.target_logit_N[:, None])[:, 0])
@@ -32,7 +23,7 @@ def statistics(
     if ids_CE is not None and logit_CE is not None:
         columns, inside = place(ids_CE, tile)
         logit_CE.copy_(torch.where(inside, z_CK.gather(1, columns), logit_CE))
-    p_CK, largest_C, exp_sum_C = _softmax(tiles, z_CK, softmax_CK)
+    p_CK, largest_C, exp_sum_C = _softmax(tiles, z_CK, out)
     new_m_C = torch.maximum(sums.m_N, largest_C)
     shift_C = sums.m_N - new_m_C
     decay_C, own_C = shift_C.exp(), (largest_C - new_m_C).exp() * exp_sum_C

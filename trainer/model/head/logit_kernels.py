@@ -7,7 +7,7 @@ which is their definition.
 Shape legend: _C tokens of a chunk, _K vocabulary entries of a tile, _E candidates of a token.
 """
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # Triton's types describe a kernel only from outside: its constants are no Python values, and calls inside never return.
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _window(tiles: LogitTiles, tile: slice) -> tuple[int, int, float, float]:
 
 
 def _block(tiles: LogitTiles) -> int:
-    return min(BLOCK, triton.next_power_of_2(tiles.width))
+    return min(BLOCK, int(triton.next_power_of_2(tiles.width)))
 
 
 @triton.jit

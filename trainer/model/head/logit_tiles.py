@@ -6,7 +6,6 @@ _E candidates of a token.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -58,7 +57,7 @@ class LogitTransform:
 IDENTITY = LogitTransform()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
     """Tensors whose first dimension is tokens, contiguous."""
 
@@ -67,12 +66,12 @@ class _Rows:
 
     def of(self, tokens: slice) -> Self:
         """Return views of some tokens."""
-        whole = {field.name: getattr(self, field.name) for field in fields(self)}
-        parts: dict[str, Any] = {name: None if x is None else x[tokens] for name, x in whole.items()}
-        return type(self)(**parts)
+        whole = [getattr(self, field.name) for field in fields(self)]
+        parts: list[Any] = [None if x is None else x[tokens] for x in whole]
+        return type(self)(*parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sums(_Rows):
     """Numbers per token over the tiles so far (online softmax); a tile's arithmetic updates them in place.
 
@@ -90,22 +89,13 @@ class Sums(_Rows):
     @classmethod
     def zeros(cls, target_ids_N: torch.Tensor, candidate_ids_NE: torch.Tensor | None, dtype: torch.dtype) -> Sums:
         """Make the sums before the first tile."""
-        zeros = torch.zeros(4, len(target_ids_N), dtype=dtype, device=target_ids_N.device)
-        return cls(
-            target_ids_N=target_ids_N.contiguous(),
-            candidate_ids_NE=None if candidate_ids_NE is None else candidate_ids_NE.contiguous(),
-            m_N=torch.full_like(zeros[0], EXCLUDED),
-            s_N=zeros[0],
-            t_N=zeros[1],
-            r_N=zeros[2],
-            target_logit_N=zeros[3],
-            candidate_logit_NE=None
-            if candidate_ids_NE is None
-            else torch.zeros(candidate_ids_NE.shape, dtype=dtype, device=target_ids_N.device),
-        )
+        m_N, s_N, t_N, r_N, logit_N = target_ids_N.new_zeros(5, len(target_ids_N), dtype=dtype)
+        ids_NE = None if candidate_ids_NE is None else candidate_ids_NE.contiguous()
+        logit_NE = None if ids_NE is None else torch.zeros_like(ids_NE, dtype=dtype)
+        return cls(target_ids_N.contiguous(), ids_NE, m_N.fill_(EXCLUDED), s_N, t_N, r_N, logit_N, logit_NE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Gradients(_Rows):
     """Numbers per token from which the gradient of any tile's logits follows:
 
@@ -164,17 +154,15 @@ class LogitTiles:
     def new_softmax(self) -> torch.Tensor | None:
         """Return memory for a softmax (N, V) that is to be kept; None where backward computes the logits again."""
         shape = (len(self.hidden_ND), len(self.weight_VD))
-        is_small = math.prod(shape) * self.dtype.itemsize <= KEPT_GIB * 2**30 and len(self.tiles) == 1
-        if self.uses_kernels or self.transform.softcap is not None or not is_small:
-            return None
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        is_small = shape[0] * shape[1] * self.dtype.itemsize <= KEPT_GIB * 2**30 and len(self.tiles) == 1
+        is_kept = is_small and not self.uses_kernels and self.transform.softcap is None
+        return torch.empty(shape, dtype=self.dtype, device=self.device) if is_kept else None
 
     @property
     def _bytes_per_logit(self) -> int:
-        if not self.uses_kernels:  # logits, probabilities, slope of the softcap
-            return (2 if self.transform.softcap is None else 3) * self.dtype.itemsize
-        own = self.operand_dtype.itemsize if self.operand_dtype != self.dtype else 0  # else in the place of the logits
-        return self.dtype.itemsize + own
+        if self.uses_kernels:  # logits, and their gradient if it is in half precision
+            return self.dtype.itemsize + self.operand_dtype.itemsize % self.dtype.itemsize
+        return (2 if self.transform.softcap is None else 3) * self.dtype.itemsize  # and probabilities, softcap's slope
 
     def weight(self, tile: slice) -> torch.Tensor:
         return self.operand(self.weight_VD[tile])
@@ -188,7 +176,7 @@ class LogitTiles:
         return (x if self.rounded_to is None else x.to(self.rounded_to)).to(self.operand_dtype)
 
     def scratch(self, index: int, shape: torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return memory that later calls with this index share: a GPU would wait for new memory, a CPU clear it."""
+        """Return memory that later calls with this index share: fresh memory would be mapped and cleared each time."""
         if index not in self._buffers:
             size = self.chunk * self.width
             self._buffers[index] = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
@@ -213,16 +201,13 @@ class LogitTiles:
 class GradientSums:
     """Gradients of hidden states, weight and bias, summed over tiles and chunks from those of the products."""
 
-    def __init__(self, tiles: LogitTiles, bias_V: torch.Tensor | None, *needs: bool) -> None:
-        """needs: whether hidden states, weight and bias have gradients."""
-        self._tiles = tiles
-        needs_hidden, needs_weight, needs_bias = needs
-        weight_VD = tiles.weight_VD
+    def __init__(self, tiles: LogitTiles, needs_hidden: bool, needs_weight: bool, needs_bias: bool) -> None:
+        self._tiles, weight_VD = tiles, tiles.weight_VD
         wide = {"dtype": tiles.dtype, "device": tiles.device}
         new = torch.empty_like if tiles.chunks else torch.zeros_like
         self.hidden_ND = torch.empty_like(tiles.hidden_ND, dtype=tiles.dtype) if needs_hidden else None
         self.weight_VD = new(weight_VD, memory_format=torch.contiguous_format) if needs_weight else None
-        self.bias_V = torch.zeros(len(weight_VD), **wide) if needs_bias and bias_V is not None else None
+        self.bias_V = torch.zeros(len(weight_VD), **wide) if needs_bias and tiles.bias_V is not None else None
         is_summed_apart = needs_weight and weight_VD.dtype != tiles.dtype
         self._tile_KD = torch.empty(tiles.width, weight_VD.shape[1], **wide) if is_summed_apart else None
 

@@ -116,7 +116,7 @@ def _gradients(
         for tokens, rows_CED in _gathered(tiles, ids_NE):
             of_chunk = _product(tiles, tiles.operand(dz_NE[tokens, None]), rows_CED)[:, 0]
             grad_hidden_ND[tokens] = of_chunk.mul_(tiles.in_product)
-    sums = GradientSums(tiles, bias_V, False, *needs)
+    sums = GradientSums(tiles, False, *needs)
     for tile in tiles.tiles if any(needs) else ():
         weight_KD = tiles.weight(tile)
         for tokens in tiles.chunks:
