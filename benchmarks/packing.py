@@ -31,7 +31,7 @@ from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.batch.assignment import plan
 from lockstep.trainer.batch.packing import collate
 from lockstep.trainer.config.groups.model_settings import ATTENTIONS
-from lockstep.trainer.model.fused_head import fused_logprobs
+from lockstep.trainer.model.head.fused_head import fused_logprobs
 from lockstep.trainer.model.policy import Policy
 
 

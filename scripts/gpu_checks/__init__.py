@@ -154,6 +154,14 @@ CHECKS = (
         rehearses=True,
     ),
     Check(
+        name="head_kernels",
+        module="lockstep.scripts.gpu_checks.numerics",
+        expected="the head's kernels against float64, with bias, softcap, entropy and candidates: error of values and "
+        "gradients less than twice that of torch's operations on the same tiles; no more time, and memory < 1.05 of "
+        "theirs",
+        rehearses=True,
+    ),
+    Check(
         name="nccl",
         module="lockstep.scripts.gpu_checks.two_gpus",
         expected="pushes to a server on another GPU: canary < 0.3, 10 GB/s (NVLink 50), and weights that the optimizer "

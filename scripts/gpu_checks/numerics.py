@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from lockstep.demo.architectures import ARCHITECTURES
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.records import EngineCall, FinishReason, TrainingRow
-from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal, within_floor
+from lockstep.scripts.gpu_checks.measured import MEAN, Measured, above, below, equal, within_floor
 from lockstep.scripts.gpu_checks.subject import Subject
 from lockstep.trainer.batch.packing import PackedBatch, collate
-from lockstep.trainer.model.fused_head import fused_logprobs
+from lockstep.trainer.model.head.fused_head import fused_candidates, fused_logprobs
+from lockstep.trainer.model.head.logit_tiles import LogitTiles, LogitTransform
 from lockstep.trainer.model.layers import varlen_attention
 from lockstep.trainer.model.layers.compiled import compile_layers, num_graphs
 from lockstep.trainer.model.policy import Policy
@@ -206,6 +207,59 @@ def head(subject: Subject) -> list[Measured]:
                 below(f"{name}: time of the full head", fused["seconds"] / full["seconds"], 1.3),
             ]
     return measurements
+
+
+def head_kernels(subject: Subject) -> list[Measured]:
+    """Hold the kernels against float64 and against torch's operations, which round the same products."""
+    measurements = []
+    tokens, vocabulary, hidden = subject.pick((256, 20_000, 1024), (64, 5000, 64))
+    for dtype in (torch.float32, torch.bfloat16):
+        for case, transform in (("plain", LogitTransform()), ("softcap", LogitTransform(temperature=0.7, softcap=5.0))):
+            torch.manual_seed(0)
+            states = torch.randn(tokens, hidden).to(subject.device, dtype)
+            weight = (torch.randn(vocabulary, hidden) * 2 * hidden**-0.5).to(subject.device, dtype)
+            bias = torch.randn(vocabulary).to(subject.device, dtype)
+            targets = torch.randint(vocabulary, (tokens,)).to(subject.device)
+            candidates = targets[:, None] + torch.arange(20, device=subject.device) * 7
+            inputs = (states, weight, targets, candidates % vocabulary, bias, transform)
+            exact = _head_values(torch.float64, *inputs)
+            with patch.object(LogitTiles, "uses_kernels", False):
+                chain = _head_values(dtype, *inputs)
+            kernels = _head_values(dtype, *inputs)
+            for index, name in enumerate(("log π", "entropy", "candidates", "dh", "dW", "db")):
+                error, floor = ((one[index] - exact[index]).norm() for one in (kernels, chain))
+                least = 1e-6 * exact[index].norm().item()
+                bound = max(MEAN * floor.item(), least)
+                which = f"{str(dtype).removeprefix('torch.')}, {case}: error of {name}"
+                measurements.append(below(which, error.item(), bound))
+    if not subject.rehearses:
+        for dtype in (torch.float32, torch.bfloat16):
+            with patch.object(LogitTiles, "uses_kernels", False):
+                chain = _head_cost(subject, dtype, _fused_head)
+            kernels, name = _head_cost(subject, dtype, _fused_head), str(dtype).removeprefix("torch.")
+            measurements += [
+                below(f"{name}: time of torch's operations", kernels["seconds"] / chain["seconds"], 1.0),
+                below(f"{name}: memory of torch's operations", kernels["bytes"] / chain["bytes"], 1.05),
+            ]
+    return measurements
+
+
+def _head_values(
+    dtype: torch.dtype,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    candidates: torch.Tensor,
+    bias: torch.Tensor,
+    transform: LogitTransform,
+) -> list[torch.Tensor]:
+    """Return logprobs, entropy, candidates, and gradients of their weighted sum, in float64."""
+    leaves = [one.detach().to(dtype).requires_grad_() for one in (states, weight, bias)]
+    values = fused_candidates(leaves[0], leaves[1], targets, candidates, bias_V=leaves[2], transform=transform)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(one.shape, generator=generator).to(one) for one in values]
+    gradients = torch.autograd.grad(values, leaves, upstream)
+    return [one.detach().double() for one in (*values, *gradients)]
 
 
 def _head_cost(subject: Subject, dtype: torch.dtype, compute: Callable[..., torch.Tensor]) -> dict[str, Any]:

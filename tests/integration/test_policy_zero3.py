@@ -140,7 +140,7 @@ def count_gathers(engine, packed, tile: int) -> int:
     """Count the collective gathers of one forward and backward pass with vocabulary tiles of this size."""
     import torch
 
-    from lockstep.trainer.model import logit_tiles
+    from lockstep.trainer.model.head import logit_tiles
 
     logit_tiles.TILE_K = tile
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

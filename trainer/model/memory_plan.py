@@ -20,7 +20,7 @@ from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import CPU_CACHE_GIB, RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.sharding import Sharding
-from lockstep.trainer.model.logit_tiles import LOGITS_BUDGET_GIB, TILE_K
+from lockstep.trainer.model.head import logit_tiles
 from lockstep.trainer.model.shape import ModelShape
 
 GIB = 2**30
@@ -213,7 +213,7 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
             has_losses=any(coef != 0 for coef in (config.algorithm.router_aux_coef, config.algorithm.router_z_coef)),
         ),
         routes=route_bytes(shape, config.pack_tokens) if config.correction.routing_replay != "off" else 0,
-        logits=logits_bytes(shape, config.pack_tokens)
+        logits=logits_bytes(shape, config.pack_tokens, compute=compute, on_gpu=on_gpu)
         + (FLOAT32 if is_cast else compute) * shape.vocabulary * shape.hidden * (not config.model.lora.rank),
         gathered=min(bucket, compute * shape.parameters) * buckets + min(messages, compute * shape.parameters),
         communication=communication,
@@ -313,8 +313,17 @@ def route_bytes(shape: ModelShape, tokens: int) -> int:
     return tokens * shape.layers * (INT16 * shape.chosen + 1)
 
 
-def logits_bytes(shape: ModelShape, tokens: int) -> int:
-    """Return the bytes of the fused head: tiles of logits, and gradients of hidden states and of a weight tile."""
-    width = min(TILE_K, shape.vocabulary)
-    tiles = min(LOGITS_BUDGET_GIB * GIB, 2 * tokens * width * FLOAT32)
+def logits_bytes(shape: ModelShape, tokens: int, *, compute: int, on_gpu: bool) -> int:
+    """Return the bytes of the fused head: tiles of logits, and gradients of hidden states and of a weight tile.
+
+    On a GPU a gradient in half precision is beside the logits. On a CPU their softmax is, and that over a small
+    vocabulary is kept.
+    """
+    width = min(logit_tiles.TILE_K, shape.vocabulary)
+    if on_gpu:
+        tiles = min(logit_tiles.LOGITS_BUDGET_GIB * GIB, (FLOAT32 + compute % FLOAT32) * tokens * width)
+    else:
+        tiles = min(logit_tiles.CPU_LOGITS_BUDGET_GIB * GIB, 2 * FLOAT32 * tokens * width)
+        softmax = FLOAT32 * tokens * shape.vocabulary
+        tiles += softmax * (width == shape.vocabulary and softmax <= logit_tiles.KEPT_GIB * GIB)
     return int(tiles) + FLOAT32 * (2 * tokens * shape.hidden + width * shape.hidden)

@@ -29,9 +29,9 @@ from lockstep.rollout.models.stored_model import language_model
 from lockstep.trainer.batch.packing import PackedBatch, collate, whole_row
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model import decoder
-from lockstep.trainer.model.fused_head import FusedHead
+from lockstep.trainer.model.head.fused_head import FusedHead
+from lockstep.trainer.model.head.logit_tiles import LogitTransform
 from lockstep.trainer.model.layers.routing import Routing
-from lockstep.trainer.model.logit_tiles import LogitTransform
 from lockstep.trainer.model.quantized_base import loading_arguments, stored_method
 
 if TYPE_CHECKING:

@@ -356,7 +356,7 @@ for _width in (64, 128, 256):
 
 @check
 def supports_add_one_wait_per_microbatch_and_none_per_tile(directory: Path) -> None:
-    from lockstep.trainer.model import logit_tiles
+    from lockstep.trainer.model.head import logit_tiles
 
     model = model_of("qwen3")
     with mock.patch.object(logit_tiles, "TILE_K", 64):  # eight tiles

@@ -7,22 +7,22 @@ import itertools
 import pytest
 import torch
 
-from lockstep.trainer.model import logit_tiles
-from lockstep.trainer.model.fused_head import REST_FLOOR, FusedHead, fused_candidates, fused_logprobs
-from lockstep.trainer.model.logit_tiles import LogitTransform
+from lockstep.trainer.model.head import logit_tiles
+from lockstep.trainer.model.head.fused_head import REST_FLOOR, FusedHead, fused_candidates, fused_logprobs
+from lockstep.trainer.model.head.logit_tiles import LogitTransform
 from lockstep.trainer.objective.distillation.divergence import DIVERGENCES, divergence
 
 N, D, V, E = 23, 8, 50, 5
 TRANSFORM = LogitTransform(temperature=0.7, scale=1.3)
-TINY_BUDGET_GIB = 5 * 16 * 8 * 3 / 2**30
-"""Five tokens a chunk in float64."""
+TINY_BUDGET_GIB = 5 * 16 * 8 * 2 / 2**30
+"""Five tokens a chunk in float64 without a softcap."""
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Force several tiles and chunks at this size; V is not a multiple of the tile."""
     monkeypatch.setattr(logit_tiles, "TILE_K", 16)
-    monkeypatch.setattr(logit_tiles, "LOGITS_BUDGET_GIB", TINY_BUDGET_GIB)
+    monkeypatch.setattr(logit_tiles, "CPU_LOGITS_BUDGET_GIB", TINY_BUDGET_GIB)
 
 
 def leaves(dtype: torch.dtype = torch.float64, *, scale: float = 1.0) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ def defined(kind: str, q_NF: torch.Tensor, teacher_NE: torch.Tensor, beta: float
 def test_divergences_and_their_gradients_equal_a_float64_table(kind, softcap, with_entropy, is_whole, monkeypatch):
     if is_whole:  # one tile and one chunk, whose exponentials backward uses
         monkeypatch.setattr(logit_tiles, "TILE_K", 64)
-        monkeypatch.setattr(logit_tiles, "LOGITS_BUDGET_GIB", 1.0)
+        monkeypatch.setattr(logit_tiles, "CPU_LOGITS_BUDGET_GIB", 1.0)
     transform = LogitTransform(temperature=0.7, scale=1.3, softcap=softcap)
     own = leaves()
     targets, ids, teacher = tokens()

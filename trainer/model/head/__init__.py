@@ -1,0 +1,1 @@
+"""The head of a language model, fused with log-probability and entropy."""
