@@ -121,9 +121,12 @@ def declarations(settings: Any, prefix: str = "") -> dict[str, tuple[Setting, An
 
 
 def experimental(settings: Any) -> dict[str, str]:
-    """Return the reason by name of each experimental setting that differs from the default of the schema."""
-    non_defaults = {name: entry for name, (entry, value) in declarations(settings).items() if value != entry.default}
-    return {name: entry.experimental for name, entry in non_defaults.items() if entry.experimental}
+    """Return the reason by name of each experimental setting that is on and differs from the default of the schema."""
+    return {
+        name: entry.experimental
+        for name, (entry, value) in declarations(settings).items()
+        if entry.experimental and value and value != entry.default
+    }
 
 
 def free_form(settings: Any) -> tuple[str, ...]:

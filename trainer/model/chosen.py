@@ -66,14 +66,16 @@ def with_chosen(
 def with_compilation(
     model: ModelConfig, shape: ModelShape, *, device_type: str, say: Callable[[str], None]
 ) -> ModelConfig:
-    """Return the settings without null in `model.compile`: true on a GPU. say: receives why layers are not compiled."""
+    """Return the settings without null in `model.compile`: true on a GPU. say: receives why a GPU compiles nothing.
+
+    On a CPU compiling takes longer than most runs gain by it.
+    """
     if model.compile is not None:
         return model
-    if device_type != "cuda":
-        say("model.compile=false, the default on a CPU, where compiling takes longer than most runs gain by it")
-    elif not shape.compilable:
+    on_gpu = device_type == "cuda"
+    if on_gpu and not shape.compilable:
         say("model.compile=false, because transformers marks no layers of this model, or only recurrent ones")
-    return replace(model, compile=device_type == "cuda" and shape.compilable > 0)
+    return replace(model, compile=on_gpu and shape.compilable > 0)
 
 
 def first_that_fits(plans: Iterable[MemoryPlan], *, available: int, on_gpu: bool) -> MemoryPlan:

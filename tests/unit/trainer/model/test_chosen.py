@@ -159,7 +159,7 @@ def test_a_cache_without_a_size_is_left_as_much_as_the_update(monkeypatch: pytes
     [
         (None, "cuda", 28, True, ""),
         (None, "cuda", 0, False, "transformers marks no layers"),
-        (None, "cpu", 28, False, "the default on a CPU"),
+        (None, "cpu", 28, False, ""),
         (True, "cpu", 28, True, ""),
         (False, "cuda", 28, False, ""),
     ],
