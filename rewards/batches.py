@@ -67,12 +67,13 @@ class Slots:
 
     def __init__(self, concurrency: int) -> None:
         self.calls = asyncio.Semaphore(concurrency)
-        self._lanes: defaultdict[Callable[..., Any], asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(1))
+        self._lanes: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(1))
+        """By `id` of the function: callable objects need not have a hash."""
 
     def of(self, reward: BatchReward) -> asyncio.Semaphore:
         """Async group-wise functions make many requests at once, so the next group waits, outside its deadline."""
         is_alone = reward.scope is Scope.GROUP and is_async(reward.function)
-        return self._lanes[reward.function] if is_alone else self.calls
+        return self._lanes[id(reward.function)] if is_alone else self.calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,7 +194,9 @@ class RewardSet:
         """Return means and measures by function and counts of errors since the last call of this method."""
         tally, self._tally = self._tally, _Tally()
         names = (reward.name for reward in self._rewards)
-        metrics = {f"reward/{name}/mean": sum(values) / len(values) for name in names if (values := tally.values[name])}
+        metrics = {
+            f"reward/{name}/mean": math.fsum(values) / len(values) for name in names if (values := tally.values[name])
+        }
         metrics |= {f"reward/errors/{outcome}": float(tally.errors[outcome]) for outcome in ERRORS}
         for name, meter in tally.meters.items():
             for measure, value in meter.read().items():

@@ -153,6 +153,7 @@ def test_a_critic_of_its_own_sees_the_images(directory: Path) -> None:
     assert steps[-1]["ppo/value/loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_servers_are_sent_images_and_a_trained_tower(directory: Path) -> None:
     settings = {"model.images.max_per_prompt": 3, "rollout.max_model_len": 256}

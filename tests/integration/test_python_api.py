@@ -247,6 +247,7 @@ notebook_launcher(lambda: lockstep.train(**SMALL, run_name="mine"), num_processe
     assert len(read_metrics(tmp_path / "runs/mine/metrics.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_progress_and_curves(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     begin = PROGRAM.format(model=str(ROOT / "models/calculator"), root=str(tmp_path / "runs"))

@@ -83,6 +83,7 @@ def test_a_task_of_ones_own_is_trained_and_read(site: Path, task: Path) -> None:
     assert "compute" in run(task, site, program, "inspect", "runs/first")
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_checks_and_recipes_need_no_checkout(site: Path, task: Path) -> None:
     program = str(site / "bin/lockstep")
@@ -90,6 +91,7 @@ def test_checks_and_recipes_need_no_checkout(site: Path, task: Path) -> None:
     assert "gsm8k_ppo" in run(task, site, program, "reproduce")
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_program_of_ones_own_trains_and_its_model_is_published(site: Path, task: Path) -> None:
     (task / "program.py").write_text(

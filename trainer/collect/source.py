@@ -4,8 +4,9 @@
                  ▲                          │
                  └─ other prompts for them ◄┘   `dynamic_sampling`, at most `max_refills` times
 
-A group is scored as soon as it is complete, while others are sampled, unless a function sees the whole batch. The stage
-`reward` is what scoring still takes after the last rollout.
+A group is scored as soon as it is complete, while others are sampled, unless a function sees the whole batch: groups
+reach reward functions in the order in which they end, which depends on time. The stage `reward` is what scoring still
+takes after the last rollout.
 
 Rank 0 does all of this alone, keeps the records of the curriculum, and broadcasts the position in the data, so ranks
 cannot decide differently. Everything is a function of the seed, the step, the position and these records.

@@ -477,6 +477,8 @@ def _with_gradient(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.
     DeepSpeed reduces the gradients of such a layer when that of its first argument is known. Without one, torch calls
     that hook before the layer's backward pass, and DeepSpeed would take zeros.
     """
+    if not args:
+        raise ConfigError("this model calls its layers without positional arguments; set model.compile=false")
     states, *others = args
     if torch.is_grad_enabled() and not states.requires_grad:
         states = states.detach().requires_grad_()

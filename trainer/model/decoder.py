@@ -167,9 +167,16 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def compilable_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that transformers marks, but for recurrent ones."""
+    """Return the layers that transformers marks, but for recurrent ones and those that call their experts themselves.
+
+    Routers choose the tokens of each expert, which the compiler must not see (trainer/model/layers/compiled.py).
+    """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return [layer for layer in layers if not any(recurrent.recurrent_layers(layer))]
+    return [
+        layer
+        for layer in layers
+        if not any(recurrent.recurrent_layers(layer)) and experts.EXPERTS not in dict(layer.named_children())
+    ]
 
 
 def can_share_prefixes(module: nn.Module) -> bool:

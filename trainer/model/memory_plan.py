@@ -182,6 +182,9 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
     if zero_stage == 3:  # the reduction copies the bucket, or a larger tensor
         communication += FLOAT32 * max(min(sharding.reduce_bucket, shape.trained), shape.largest)
     live = max(min(sharding.live_parameters, shape.parameters), shape.largest) if zero_stage == 3 else 0
+    if zero_stage == 3 and config.model.is_compiled:  # a layer is gathered, and its gradients reduced, as a whole
+        layer = shape.of_layers // shape.layers
+        live, communication = max(live, layer), communication + compute * layer
     engines = config.rollout.num_engines if config.has_rollouts and config.rollout.engine != "server" else 0
     return MemoryPlan(
         weights=weights,

@@ -45,6 +45,7 @@ def make_reference(
 
     It computes as the policy does, so that the KL of an unchanged policy is exactly 0: in bfloat16 over float32 weights
     like the policy under autocast (norms stay float32 there), in bfloat16 throughout if DeepSpeed has cast the policy.
+    With compiled layers it is 0 up to the rounding between compiled passes with and without gradients.
     """
     if not config.algorithm.kl_coef:
         return None

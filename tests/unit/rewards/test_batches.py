@@ -215,10 +215,13 @@ def test_async_groups_are_judged_one_after_the_other(tmp_path: Path) -> None:
         "import asyncio\nrunning = 0\n\n"
         "async def most(rollouts):\n"
         "    global running\n    running += 1\n    await asyncio.sleep(0.05)\n    found = running\n    running -= 1\n"
-        "    return [found] * len(rollouts)\n"
+        "    return [found] * len(rollouts)\n\n"
+        "class Most:\n    __hash__ = None\n\n"
+        "    async def __call__(self, rollouts):\n        return await most(rollouts)\n"
     )
-    found, _ = score(path, "thread", "most")
-    assert {one.rewards["most"] for one in found} == {1}
+    for name in ("most", "Most"):
+        found, _ = score(path, "thread", name)
+        assert {one.rewards[name] for one in found} == {1}
 
 
 def test_normalized_rewards_per_function_use_the_numbers_of_the_group(file: Path) -> None:

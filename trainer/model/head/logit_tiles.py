@@ -88,10 +88,11 @@ class Sums(_Rows):
 
     @classmethod
     def zeros(cls, target_ids_N: torch.Tensor, candidate_ids_NE: torch.Tensor | None, dtype: torch.dtype) -> Sums:
-        """Make the sums before the first tile."""
+        """Make the sums before the first tile. Logits are NaN until the tile with their id, so a wrong id shows."""
         m_N, s_N, t_N, r_N, logit_N = target_ids_N.new_zeros(5, len(target_ids_N), dtype=dtype)
         ids_NE = None if candidate_ids_NE is None else candidate_ids_NE.contiguous()
-        logit_NE = None if ids_NE is None else torch.zeros_like(ids_NE, dtype=dtype)
+        logit_NE = None if ids_NE is None else torch.full_like(ids_NE, torch.nan, dtype=dtype)
+        logit_N.fill_(torch.nan)
         return cls(target_ids_N.contiguous(), ids_NE, m_N.fill_(EXCLUDED), s_N, t_N, r_N, logit_N, logit_NE)
 
 
