@@ -51,6 +51,8 @@ NCCL_TIMEOUT = timedelta(minutes=20)
 """Bound of a collective of the model, after which the ranks of one that failed end too."""
 MEETING_TIMEOUT = timedelta(seconds=20)
 """Time in which all ranks fail with an error that is common to them."""
+COMMUNICATION = {"float32": "fp32", "bfloat16": "bf16"}
+"""DeepSpeed's names of the dtypes in which ranks sum gradients."""
 CLAIM_BYTES = 8
 """Length of the digest by which ranks compare claims."""
 
@@ -62,8 +64,9 @@ class RanksDiffer(Exception):
 class Distributed:
     """One process of the training job, with its device, wrapped module and collectives."""
 
-    def __init__(self, accelerator: Accelerator, *, max_grad_norm: float) -> None:
+    def __init__(self, accelerator: Accelerator, *, max_grad_norm: float, reduce_dtype: str = "float32") -> None:
         self._accelerator = accelerator
+        self._reduce_dtype = reduce_dtype
         self._max_grad_norm = max_grad_norm
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
@@ -82,8 +85,11 @@ class Distributed:
         """Names of the trained parameters, in the optimizer's order."""
 
     @classmethod
-    def start(cls, *, dtype: str, max_grad_norm: float) -> Self:
-        """Join the other ranks if `accelerate launch` started this process; else be the only rank."""
+    def start(cls, *, dtype: str, max_grad_norm: float, reduce_dtype: str = "float32") -> Self:
+        """Join the other ranks if `accelerate launch` started this process; else be the only rank.
+
+        dtype: of the computation. reduce_dtype: float32 or bfloat16, in which ranks sum gradients.
+        """
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is first imported
@@ -121,11 +127,11 @@ class Distributed:
                 gradient_accumulation_steps=1,  # boundaries are set by hand; losses are never divided by this
                 gradient_clipping=max_grad_norm,
                 # Sums over many small gradients (microbatches, ranks) lose precision in bfloat16.
-                communication_data_type="fp32",
+                communication_data_type=COMMUNICATION[reduce_dtype],
                 data_types={"grad_accum_dtype": "fp32"},
             )
             set_buffers(plugin.deepspeed_config)
-        return cls(accelerator, max_grad_norm=max_grad_norm)
+        return cls(accelerator, max_grad_norm=max_grad_norm, reduce_dtype=reduce_dtype)
 
     @property
     def is_main(self) -> bool:
@@ -165,6 +171,8 @@ class Distributed:
         self._trained = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         self._keep_hooks_outside(module)
         self.module, self._optimizer = self._accelerator.prepare(module, optimizer)
+        if self._reduce_dtype == "bfloat16" and isinstance(self.module, nn.parallel.DistributedDataParallel):
+            self.module.register_comm_hook(None, _mean_in_bfloat16)
         return self.module
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
@@ -469,6 +477,13 @@ class Distributed:
         self._accelerator.end_training()
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
+
+
+def _mean_in_bfloat16(_, bucket):  # without annotations: torch compares them, and here they are strings
+    """Average a bucket of gradients over ranks; return a future. torch's own hook is for GPUs only."""
+    mean = (bucket.buffer() / torch_dist.get_world_size()).bfloat16()
+    arrived = torch_dist.all_reduce(mean, async_op=True).get_future()  # pyright: ignore[reportOptionalMemberAccess]
+    return arrived.then(lambda _: bucket.buffer().copy_(mean))
 
 
 def _with_gradient(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

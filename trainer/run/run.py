@@ -71,7 +71,11 @@ def run(
         begin_run()
     libraries = ThirdPartyLog()
     with libraries.held_output():  # DeepSpeed and the transports of a cluster print while ranks meet
-        distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
+        distributed = Distributed.start(
+            dtype=config.model.dtype,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            reduce_dtype=config.optimizer.reduce_dtype,
+        )
     with distributed:
         console = RunConsole(
             enabled=distributed.is_main,

@@ -2,10 +2,11 @@
 
 Started by tests/integration/test_gradients.py, by itself or by `accelerate launch`:
 
-    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET [checkpointing] [apart] [experts]
+    gradients.py MODEL_DIR OUT.npz PRESET[,PRESET...] TOKEN_BUDGET [checkpointing] [apart] [experts] [rounded]
 
 A preset is a file of configs/algorithm; each gets a KL term against the reference, a copy of the model.
 apart: rows do not share prefixes. experts: the model is a mixture of experts, and losses about its routers are added.
+rounded: ranks sum gradients in bfloat16.
 """
 
 import sys
@@ -139,7 +140,8 @@ def count_runs(modules: dict[str, torch.nn.Module]) -> Counter[str]:
 
 def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: str) -> None:
     checkpointing = "checkpointing" in flags
-    distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0)
+    reduce_dtype = "bfloat16" if "rounded" in flags else "float32"
+    distributed = GradientsOnly.start(dtype="float32", max_grad_norm=0.0, reduce_dtype=reduce_dtype)
     torch.manual_seed(0)
     policy = Policy.from_pretrained(model_dir, gradient_checkpointing=checkpointing)
     runs = count_runs({"pack": policy, "layer": policy.causal_lm.get_decoder().get_submodule("layers.0")})

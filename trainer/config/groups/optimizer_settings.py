@@ -34,6 +34,12 @@ class OptimizerConfig:
     momentum: float = setting(0.95, "momentum of muon and sgd", low=0, high=1, when=MOMENTUM)
     weight_decay: float = setting(0.0, "decoupled weight decay, on matrices only", low=0)
     max_grad_norm: float = setting(1.0, "global norm to which gradients are clipped; 0: no clipping", low=0)
+    reduce_dtype: str = setting(
+        "float32",
+        "dtype in which ranks sum gradients; bfloat16 halves the bytes and rounds each rank's part",
+        choices=("float32", "bfloat16"),
+        experimental="not measured on a GPU yet",
+    )
     schedule: str = setting("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
     warmup_updates: int = setting(0, "updates over which the learning rate rises linearly", low=0)
     final_lr_fraction: float = setting(0.0, "end of linear and cosine, as a fraction of lr", low=0, high=1)
