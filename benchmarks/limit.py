@@ -54,7 +54,7 @@ def measure(name: str, *, ranks: int, engines: int, updates: int, settings: Sequ
     logs = ROOT / "runs" / "benchmarks"
     logs.mkdir(parents=True, exist_ok=True)
     threads = max(1, cores() // ranks)
-    common = [f"rollout.num_engines={engines}" if ranks == 1 else "rollout=colocated", *settings]
+    common = [f"rollout.num_engines={engines}", *(["rollout=colocated"] if ranks > 1 else []), *settings]
     with (
         tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".benchmark-") as folder,
         contextlib.ExitStack() as stack,

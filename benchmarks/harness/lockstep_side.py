@@ -29,9 +29,10 @@ UNSAVED += ("eval.before_training=false",)
 
 def speed(workload: AnyWorkload, ranks: int) -> list[str]:
     """Return the settings of speed alone."""
-    num_engines = min(MAX_ENGINES, len(os.sched_getaffinity(0)))
+    num_engines = min(MAX_ENGINES, len(os.sched_getaffinity(0))) if ranks == 1 else 1
     return [
-        f"rollout.num_engines={num_engines}" if ranks == 1 else "rollout=colocated",
+        f"rollout.num_engines={num_engines}",
+        *(["rollout=colocated"] if ranks > 1 else []),
         f"rollout.compile_engine={str(workload.is_engine_compiled).lower()}",
     ]
 
