@@ -14,8 +14,8 @@ import pytest
 from tests.fixtures.paths import ROOT
 from tests.fixtures.remote import save_model
 
-MOST_MODULES, MOST_LINES = 258, 33_500
-"""Bounds that only fall: measured in November 2026, 256 modules of 33,491 lines."""
+MOST_MODULES, MOST_LINES = 255, 33_500
+"""Bounds that only fall: measured in November 2026, 253 modules of 33,474 lines."""
 GUESTS = (
     "lockstep.lab",
     "lockstep.demo",
