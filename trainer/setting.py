@@ -13,6 +13,9 @@ from typing import Any
 
 from lockstep.rollout.system.user_functions import names_function
 
+NOT_MEASURED = "not measured on a GPU yet"
+"""Reason for which a setting is experimental."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class When:

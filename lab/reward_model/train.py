@@ -37,7 +37,11 @@ from lockstep.trainer.update.schedule import learning_rate
 def train(config: RewardModelConfig) -> None:
     """Train as configured. Raises `LockstepError` on every rank if training cannot continue."""
     samples = normalization_samples(config)
-    distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
+    distributed = Distributed.start(
+        dtype=config.model.dtype,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        reduce_dtype=config.optimizer.reduce_dtype,
+    )
     with distributed:
         RewardModelTraining(config, distributed, samples).run()
 

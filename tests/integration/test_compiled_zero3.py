@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures.ranks import run_ranks
-from tests.integration.test_policy_zero3 import DEEPSPEED, TEMPERATURE, ZERO3, loss_of, save_model
+from tests.integration.test_policy_zero3 import DEEPSPEED, TEMPERATURE, ZERO3, loss_of, row_of, save_model
 
 UPDATES, RANKS = 4, 2
 RELATIVE_TOLERANCE = 1e-5
@@ -24,23 +24,12 @@ MOST_GRAPHS = 10
 
 def rows_of(update: int) -> list[Any]:
     """Return four rows, two for each rank, of lengths that no other update has."""
-    from lockstep.rollout.records import TrainingRow
-
     rng = np.random.default_rng(update)
     rows = []
     for index in range(2 * RANKS):
         length = 9 + 7 * update + 5 * index
         mask = np.arange(length) > 3
-        rows.append(
-            TrainingRow(
-                ids=rng.integers(0, 512, length),
-                loss_mask=mask,
-                sampling_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-                turns=np.where(mask, 0, -1).astype(np.int32),
-                rollout_id=index,
-            )
-        )
+        rows.append(row_of(rng.integers(0, 512, length), mask, index))
     return rows
 
 

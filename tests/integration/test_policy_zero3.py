@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,24 +25,26 @@ MICROBATCHES = {0: [[0], [1, 2]], 1: [[3, 4], []]}
 TEMPERATURE = 0.7
 
 
-def training_rows() -> list:
+def row_of(ids: np.ndarray, mask: np.ndarray, index: int) -> Any:
     from lockstep.rollout.records import TrainingRow
 
+    return TrainingRow(
+        ids=ids,
+        loss_mask=mask,
+        sampling_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        turns=np.where(mask, 0, -1).astype(np.int32),
+        rollout_id=index,
+    )
+
+
+def training_rows() -> list:
     rng = np.random.default_rng(0)
     rows = []
     for index, length in enumerate(LENGTHS):
         mask = rng.random(length) < 0.6
         mask[0], mask[-1] = False, True
-        rows.append(
-            TrainingRow(
-                ids=rng.integers(0, 512, length),
-                loss_mask=mask,
-                sampling_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-                turns=np.where(mask, 0, -1).astype(np.int32),
-                rollout_id=index,
-            )
-        )
+        rows.append(row_of(rng.integers(0, 512, length), mask, index))
     return rows
 
 

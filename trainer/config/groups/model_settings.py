@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockstep.trainer.config.conditions import CRITIC, IMAGES, LORA, REFERENCE, SERVED_ADAPTERS
-from lockstep.trainer.setting import setting
+from lockstep.trainer.setting import NOT_MEASURED, setting
 
 ATTENTIONS = ("auto", "packed_rows", "flash_attention_2", "flash_attention_3", "sdpa", "eager")
 
@@ -89,7 +89,7 @@ class ModelConfig:
     compile: bool | None = setting(
         None,
         "torch.compile the layers of the trained models; null: on GPUs",
-        experimental="not measured on a GPU yet",
+        experimental=NOT_MEASURED,
     )
     trust_remote_code: bool = setting(False, "run code that ships with the model, in trainer and engine")
     lora: LoraConfig = field(default_factory=LoraConfig)

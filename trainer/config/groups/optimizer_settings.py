@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.trainer.config.conditions import CRITIC, MOMENTUM, SPIKES
-from lockstep.trainer.setting import setting
+from lockstep.trainer.setting import NOT_MEASURED, setting
 
 OPTIMIZERS = ("adamw", "adamw_tf", "adamw_8bit", "muon", "sgd")
 SMALL_MODEL_LR = 3e-4
@@ -36,9 +36,10 @@ class OptimizerConfig:
     max_grad_norm: float = setting(1.0, "global norm to which gradients are clipped; 0: no clipping", low=0)
     reduce_dtype: str = setting(
         "float32",
-        "dtype in which ranks sum gradients; bfloat16 halves the bytes and rounds each rank's part",
+        "dtype in which ranks sum gradients, without effect in one process; bfloat16 halves the bytes and rounds each "
+        "rank's part",
         choices=("float32", "bfloat16"),
-        experimental="not measured on a GPU yet",
+        experimental=NOT_MEASURED,
     )
     schedule: str = setting("constant", "learning rate after warm-up", choices=("constant", "linear", "cosine"))
     warmup_updates: int = setting(0, "updates over which the learning rate rises linearly", low=0)

@@ -22,6 +22,7 @@ from lockstep.trainer.distributed.sharding import GATHERED_WHOLE
 from lockstep.trainer.model.decoder import compilable_layers
 from lockstep.trainer.model.layers import packed_attention
 from lockstep.trainer.model.layers.experts import EXPERTS
+from lockstep.trainer.setting import NOT_MEASURED
 
 RECOMPILE_LIMIT = 64
 """Graphs of one function after which torch computes it without compilation; its default of 8 is too few for layers of
@@ -79,7 +80,7 @@ def described(module: nn.Module) -> str:
     """Return how many layers of which classes are compiled, as a line of the console."""
     classes = Counter(type(layer).__name__ for layer in compiled_layers(module))
     counts = ", ".join(f"{number} {name}" for name, number in classes.items())
-    return f"compiled       {counts}; experimental: not measured on a GPU yet (model.compile=false ends it)"
+    return f"compiled       {counts}; experimental: {NOT_MEASURED}; model.compile=false turns it off"
 
 
 def num_graphs() -> int:

@@ -323,6 +323,18 @@ def test_zero_stages_divide_the_states_that_they_shard() -> None:
     assert three.gathered > two.gathered == 0
 
 
+def test_zero3_gathers_a_compiled_layer_and_keeps_its_gradients_as_a_whole() -> None:
+    made = policy()
+    two, three = (
+        [planned(made, world_size=4, zero_stage=stage, compile=compiles) for compiles in (False, True)]
+        for stage in (2, 3)
+    )
+    layer = 4 * sum(parameter.numel() for parameter in made.causal_lm.get_decoder().layers[0].parameters())
+    assert two[1].total == two[0].total
+    assert three[1].communication - three[0].communication == pytest.approx(layer, rel=1e-3)
+    assert three[1].live_weights >= 0.999 * layer
+
+
 def test_adapters_shrink_gradients_and_optimizer_and_checkpointing_shrinks_activations() -> None:
     whole, adapted, checkpointed = (
         planned(policy()), planned(policy(lora=4)), planned(policy(), gradient_checkpointing=True),

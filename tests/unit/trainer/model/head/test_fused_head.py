@@ -170,6 +170,13 @@ def test_a_target_outside_its_support_has_probability_zero():
     torch.testing.assert_close(entropy, torch.zeros_like(entropy))
 
 
+def test_an_id_outside_of_the_vocabulary_has_no_number():
+    tensors = inputs()
+    tensors["targets"][3] = V
+    logprob_N, _ = fused_logprobs(tensors["hidden"], tensors["weight"], tensors["targets"])
+    assert logprob_N.isnan().nonzero().flatten().tolist() == [3]
+
+
 def test_extreme_logits_stay_finite():
     x = inputs(dtype=torch.float32)
     hidden = (x["hidden"].detach() * 1e4).requires_grad_()
