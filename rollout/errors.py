@@ -34,6 +34,10 @@ class EngineError(LockstepError, RuntimeError):
     """The engine is dead, refused a request, or gave an unusable answer."""
 
 
+class EngineLostError(EngineError):
+    """A server is gone, silent, or another process than before. The request may be sent to another server."""
+
+
 class RefusedError(EngineError):
     """The engine's server refused a request, which it would refuse again."""
 

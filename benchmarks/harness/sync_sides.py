@@ -33,13 +33,14 @@ from harness.models import small_qwen3
 from harness.receiver import Receiver
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.rollout.system.addresses import LOOPBACK
-from lockstep.rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from lockstep.rollout.weights.gloo.trainer import GlooSender
 from lockstep.rollout.weights.gloo.wire import Receivers, listen, send
 from lockstep.rollout.weights.gloo.worker import bucket_layout, views
 from lockstep.rollout.weights.source import ZeroSource
 
 SIDES = ("copy", "parameter", "group", "lockstep")
 TIMEOUT_S = 120.0
+ENGINE = "the receiver"
 
 
 class Sync:
@@ -54,18 +55,16 @@ class Sync:
         self._is_sender = dist.get_rank() == 0
         self.receiver = Receiver() if self._is_sender else None
         rank, store = dist.get_rank(), listen(LOOPBACK, TIMEOUT_S) if self._is_sender else None
-        receivers = [
-            Receivers(rank=0, address=LOOPBACK, port=store.port, num_workers=1, senders=source.senders)
+        receivers: list[Any] = [
+            Receivers(engine=ENGINE, rank=0, address=LOOPBACK, port=store.port, num_workers=1, senders=source.senders)
             if store is not None
             else None
         ]
         dist.broadcast_object_list(receivers)
-        info = GlooTrainerInitInfo(rank=rank, sender=rank, store=store, receivers=receivers, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
-        self._transport = GlooTrainerWeightTransferEngine.trainer_init(
-            info,
-            client=self.receiver,  # type: ignore[arg-type]  # rank 1 calls nothing
-            source=source,
-        )
+        self._transport = GlooSender(source, sender=rank, timeout_s=TIMEOUT_S)
+        stores = {} if store is None else {ENGINE: store}
+        clients: Any = {} if self.receiver is None else {ENGINE: self.receiver}
+        self._transport.join(receivers, stores=stores, clients=clients)
         self._ready = [torch.ones(nbytes(metas), dtype=torch.uint8) for metas in self.buckets if self._is_sender]
 
     def copy(self) -> None:
@@ -74,6 +73,8 @@ class Sync:
 
     def lockstep(self) -> None:
         self._transport.send_weights()
+        if self.receiver is not None:
+            self.receiver.finish_weight_update()
 
     def parameter(self) -> None:
         self._gather_and_send([[name] for name in self._metas])
@@ -100,7 +101,7 @@ class Sync:
     def _send(self, tensors: Iterable[torch.Tensor], parts: Sequence[Sequence[ParamMeta]] | None = None) -> None:
         assert self.receiver is not None
         sizes = [nbytes(metas) for metas in parts or self.buckets]
-        receiver, group = self.receiver, self._transport._connections[0].group
+        receiver, group = self.receiver, self._transport._connections[ENGINE].group
         receiving = run_in_abandonable_thread(lambda: receiver.receive(sizes))
         for tensor in tensors:
             for work in send(group, [tensor], 1):

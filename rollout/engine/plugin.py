@@ -35,11 +35,13 @@ CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
 SCHEDULER = "lockstep.rollout.engine.scheduler.buffered_scheduler"
 """`scheduler_cls` of Lockstep's engines and servers."""
 
-TRANSPORTS = (
-    ("gloo", "lockstep.rollout.weights.gloo.worker", "lockstep.rollout.weights.gloo.trainer", "Gloo"),
-    ("cuda_ipc", "lockstep.rollout.weights.cuda_ipc", "lockstep.rollout.weights.cuda_ipc", "CudaIpc"),
-)
-"""Weight transfers: name, modules of the engine's and the trainer's side, and the beginning of their class names."""
+CUDA_IPC = "lockstep.rollout.weights.cuda_ipc"
+RECEIVERS = {
+    "gloo": ("lockstep.rollout.weights.gloo.worker", "GlooWeightTransferEngine"),
+    "cuda_ipc": (CUDA_IPC, "CudaIpcWeightTransferEngine"),
+}
+SENDERS = {"cuda_ipc": (CUDA_IPC, "CudaIpcTrainerWeightTransferEngine")}
+"""Module and class of a weight transfer on the side of the engine, and of the trainer where vLLM creates it."""
 
 ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": ("lockstep.rollout.engine.cpu_image_attention", "Gemma3ForConditionalGeneration"),
@@ -67,11 +69,10 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     # Registering a name twice is an error in vLLM, which has no public way to look a name up.
-    for name, receiver, sender, prefix in TRANSPORTS:
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, receiver, f"{prefix}WeightTransferEngine")
-        if name not in WeightTransferTrainerFactory._registry:
-            WeightTransferTrainerFactory.register_engine(name, sender, f"{prefix}TrainerWeightTransferEngine")
+    for factory, classes in ((WeightTransferEngineFactory, RECEIVERS), (WeightTransferTrainerFactory, SENDERS)):
+        for name, place in classes.items():
+            if name not in factory._registry:
+                factory.register_engine(name, *place)
     for architecture, (module, name) in ARCHITECTURES.items():
         if vars(ModelRegistry.models.get(architecture, object)).get("module_name") != module:
             ModelRegistry.register_model(architecture, f"{module}:{name}")

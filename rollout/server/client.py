@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from lockstep.rollout.errors import EngineError, EvidenceError, RefusedError, RequestError
+from lockstep.rollout.errors import EngineError, EngineLostError, EvidenceError, RefusedError, RequestError
 from lockstep.rollout.replies import limited_session, read_body
 
 ATTEMPTS = 5
@@ -49,8 +49,8 @@ class ServerClient:
     async def post(self, path: str, body: object = None, *, timeout_s: float | None, attempts: int = ATTEMPTS) -> Any:
         """Return the JSON of the answer; None if it is empty. timeout_s: limit of one attempt; None: no limit.
 
-        Raises `EngineError` if the server is unreachable, refuses, or exceeds the limit, `RequestError` if it failed on
-        every attempt, `EvidenceError` for an answer that is not JSON.
+        Raises `EngineLostError` if the server is unreachable, `EngineError` if it refuses or exceeds the limit,
+        `RequestError` if it failed on every attempt, `EvidenceError` for an answer that is not JSON.
         """
         return await self._request("POST", path, body, timeout_s=timeout_s, attempts=attempts)
 
@@ -95,7 +95,7 @@ class ServerClient:
         except ValueError as error:
             raise EvidenceError(f"{self.url}{path}: {error}; expected a vLLM server; check the address") from error
         except aiohttp.ClientError as error:  # refused, reset, closed, or cut in the body
-            raise _Transient(str(error) or type(error).__name__, EngineError) from error
+            raise _Transient(str(error) or type(error).__name__, EngineLostError) from error
         if status in RETRIED_STATUS:
             raise _Transient(f"HTTP {status}: {_error_text(raw)}", RequestError)
         if status != 200:

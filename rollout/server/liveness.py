@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from lockstep.rollout.errors import EngineError, LockstepError
+from lockstep.rollout.errors import EngineLostError, LockstepError
 
 T = TypeVar("T")
 
@@ -31,13 +31,14 @@ class Liveness:
         self._num_guarded = 0
         self._num_suspended = 0
         self._watch: asyncio.Task[None] | None = None
-        self._silence: asyncio.Future[None] | None = None
+        self._silence: asyncio.Future[str] | None = None
 
     async def guard(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call. Raises `EngineError` when the server falls silent, regardless of the call's own limit."""
+        """Await a call. Raises `EngineLostError` when the server falls silent or is given up, regardless of the call's
+        own limit."""
         if self._watch is None:
             self._silence = asyncio.get_running_loop().create_future()
-            self._watch = asyncio.create_task(self._probe_repeatedly(self._silence))
+            self._watch = asyncio.create_task(self._probe_repeatedly())
         silence = self._silence
         assert silence is not None
         self._num_guarded += 1
@@ -46,17 +47,18 @@ class Liveness:
             await asyncio.wait({task, silence}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise EngineError(
-                f"{self._name} has answered nothing for {self._silence_s:g} s while requests wait: it hangs or "
-                "is unreachable; read its log, restart it, and resume from the last checkpoint "
-                "(raise rollout.silence_timeout_s if it is only slow)"
-            )
+            raise EngineLostError(silence.result())
         finally:
             task.cancel()
             self._num_guarded -= 1
             if self._num_guarded == 0 and self._watch is not None:
                 self._watch.cancel()
                 self._watch = self._silence = None
+
+    def give_up(self, reason: str) -> None:
+        """End the calls that wait."""
+        if self._silence is not None and not self._silence.done():
+            self._silence.set_result(reason)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -67,12 +69,15 @@ class Liveness:
         finally:
             self._num_suspended -= 1
 
-    async def _probe_repeatedly(self, silence: asyncio.Future[None]) -> None:
+    async def _probe_repeatedly(self) -> None:
         while True:
             await asyncio.sleep(self._every_s)
             probed_at = time.monotonic()
             with suppress(LockstepError):
                 await self._probe()
             if time.monotonic() - probed_at >= self._silence_s and not self._num_suspended:
-                silence.set_result(None)
+                self.give_up(
+                    f"{self._name} has answered nothing for {self._silence_s:g} s while requests wait: it hangs or "
+                    "is unreachable; read its log and restart it (raise rollout.silence_timeout_s if it is only slow)"
+                )
                 return

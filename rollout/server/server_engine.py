@@ -4,7 +4,7 @@ The server is plain vLLM with Lockstep installed for the gloo transfer and the m
 Settings that make its samples unusable are found when the run connects.
 
 A server restarted during a run has the weights it loaded, not those of the run. Its tokens then carry a version that
-this process never sent, and are refused.
+this process never sent, and are refused: the server is another process than before (`rollout/server/roster.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from lockstep.rollout.engine.engine_answers import (
 )
 from lockstep.rollout.engine.protocol import BASE, POLICY, Sampling
 from lockstep.rollout.engine.token_scores import TokenScores, token_scores
-from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, LockstepError, RequestError
+from lockstep.rollout.errors import (
+    ConfigError,
+    EngineError,
+    EngineLostError,
+    EvidenceError,
+    LockstepError,
+    RequestError,
+)
 from lockstep.rollout.records import EngineCall, ImageSpan
 from lockstep.rollout.server.client import ATTEMPTS, ServerClient, wait_until_healthy
 from lockstep.rollout.server.generate_route import ROUTE, decode_answer, decode_array, decode_scores
@@ -69,6 +76,8 @@ class ServerFacts:
     dtype: torch.dtype
     num_workers: int
     weight_transfer_backend: str
+    instance: str
+    """vLLM's id of the process, which a restarted server has anew."""
     returns_routes: bool
     """True if `Sampling.with_routes` may be set."""
     max_rank: int = 0
@@ -121,7 +130,9 @@ class ServerEngine:
         self._client, facts, self._route = loop.run(connect())
         self._request_timeout_s = request_timeout_s
         self._silence_timeout_s = silence_timeout_s
-        self.name = f"the engine at {self._client.url}"
+        self.url = self._client.url
+        self.name = f"the engine at {self.url}"
+        self.instance = facts.instance
         self.host = urlsplit(self._client.url).hostname or ""
         self.loop = loop
         self.context = facts.max_model_len
@@ -143,6 +154,8 @@ class ServerEngine:
         self._admits = asyncio.Event()
         """Unset from a pause that drains or aborts until the server resumes: vLLM 0.33 refuses requests meanwhile."""
         self._admits.set()
+        self._given_up = ""
+        """Why it is not used any more."""
         self._liveness = Liveness(
             self._probe,
             name=self.name,
@@ -158,7 +171,7 @@ class ServerEngine:
         params = sample_params(sampling, room=room)
         raw = await self._sample(self._route, prompt_ids, params, sampling.model, images)
         answer = read_answer(raw, with_support=sampling.truncates, source=self.name, is_compact=self._route == ROUTE)
-        self._check_labels(answer)
+        await self._check_labels(answer)
         if self._images is not None:
             self._images.refuse_sampled(answer.sampled_ids, self.name)
         return engine_call(
@@ -217,33 +230,48 @@ class ServerEngine:
     async def check_alive(self) -> None:
         await self._client.get("/health", timeout_s=CONTROL_TIMEOUT_S, attempts=1)
 
+    async def check_process(self) -> None:
+        """Raise `EngineLostError` if the server does not answer, or is another process than the connected one."""
+        description = await self._control("GET", "/server_info?config_format=json")
+        if read_instance(description, source=self.name) != self.instance:
+            raise EngineLostError(f"{self.name} was restarted: it has the weights that it loaded, not those of the run")
+
+    def give_up(self, reason: str) -> None:
+        """Raise `EngineLostError` in all requests that wait, and in later ones. Call it in the loop."""
+        self._given_up = reason
+        self._admits.set()
+        self._liveness.give_up(reason)
+
     async def pause(self, mode: str) -> None:
         if mode != "keep":
             self._admits.clear()
         if mode == "abort":  # buffered tokens are sent when requests freeze, not when they are aborted
-            await self._client.post("/pause?mode=keep&clear_cache=false", timeout_s=CONTROL_TIMEOUT_S)
+            await self._control("POST", "/pause?mode=keep&clear_cache=false")
         # Draining takes as long as the longest request.
-        await self._client.post(f"/pause?mode={mode}&clear_cache=true", timeout_s=self._request_timeout_s)
+        await self._control("POST", f"/pause?mode={mode}&clear_cache=true", timeout_s=self._request_timeout_s)
         if self._kept_images:
             self._kept_images.clear()
 
     async def resume(self) -> None:
-        await self._client.post("/resume", timeout_s=CONTROL_TIMEOUT_S)
+        await self._control("POST", "/resume")
         self._admits.set()
 
+    async def weight_label(self) -> str:
+        """Return the label of the weights that sample now."""
+        return read_label(await self._control("GET", "/weight_info"), source=self.name)
+
     async def weight_version(self) -> int:
-        description = await self._client.get("/weight_info", timeout_s=CONTROL_TIMEOUT_S)
-        return version_number(read_label(description, source=self.name), source=self.name)
+        return version_number(await self.weight_label(), source=self.name)
 
     async def label_weights(self, label: str) -> None:
-        await self._client.post("/update_weight_version", {"new_version": label}, timeout_s=CONTROL_TIMEOUT_S)
+        await self._control("POST", "/update_weight_version", {"new_version": label})
 
     async def reset_prefix_cache(self) -> None:
-        answer = await self._client.post("/reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S)
+        answer = await self._control("POST", "/reset_prefix_cache")
         if answer != {"success": True}:
             raise EngineError(f"{self.name} did not reset its prefix cache: requests hold blocks; pause it first")
         if self._images is not None:  # vLLM keeps what the vision tower computed apart from the KV cache
-            await self._client.post("/reset_encoder_cache", timeout_s=CONTROL_TIMEOUT_S)
+            await self._control("POST", "/reset_encoder_cache")
 
     async def weight_checksums(self) -> dict[str, str]:
         answer = await self._client.post("/weight_checker", {"action": "checksum"}, timeout_s=self._request_timeout_s)
@@ -253,7 +281,7 @@ class ServerEngine:
         await self._update("init_weight_transfer_engine", {"init_info": init_info})
 
     async def start_weight_update(self) -> None:
-        await self._update("start_weight_update")
+        await self._liveness.guard(self._client.post("/start_weight_update", timeout_s=None, attempts=1))
 
     async def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         await self._update("update_weights", {"update_info": update_info})
@@ -316,15 +344,28 @@ class ServerEngine:
                 f"{self.name} stayed paused for {self._request_timeout_s:g} s, the limit of a request; read why the "
                 "weight sync did not end, or raise rollout.request_timeout_s"
             ) from None
+        self._raise_if_given_up()
         try:
             post = self._client.post(route, body, timeout_s=self._request_timeout_s, attempts=attempts)
             return await self._liveness.guard(post)
         except RequestError as error:
+            self._raise_if_given_up()
             try:
                 await self._probe()
             except EngineError:
-                raise EngineError(str(error)) from error  # the engine failed, not only this request
+                raise EngineLostError(str(error)) from error  # the engine failed, not only this request
             raise
+
+    def _raise_if_given_up(self) -> None:
+        if self._given_up:
+            raise EngineLostError(self._given_up)
+
+    async def _control(
+        self, method: str, path: str, body: object = None, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Any:
+        """Make a call that an engine core answers. Raises `EngineLostError` when it falls silent."""
+        ask = self._client.get(path, timeout_s=timeout_s) if method == "GET" else None
+        return await self._liveness.guard(ask or self._client.post(path, body, timeout_s=timeout_s))
 
     async def _probe(self) -> None:
         """Raise `EngineError` unless the engine core answers."""
@@ -335,14 +376,16 @@ class ServerEngine:
         with self._liveness.suspended():
             await self._client.post(f"/{route}", body, timeout_s=None, attempts=1)
 
-    def _check_labels(self, answer: Answer) -> None:
-        """Raise `EngineError` for unknown labels, once this process has sent weights to the server."""
+    async def _check_labels(self, answer: Answer) -> None:
+        """Raise `EngineError` for unknown labels, once this process has sent weights to the server; `EngineLostError`
+        if the server was restarted."""
         unknown = {label for label, _, _ in answer.versions} - self._sent_labels
         if self._sent_labels and unknown:
+            await self.check_process()
             raise EngineError(
-                f"{self.name} samples with weights labeled {min(unknown)!r}, which this run never sent: the server was "
-                "restarted, another run updates it, or a weight update failed; resume from the last checkpoint, with "
-                "servers that no other run uses"
+                f"{self.name} samples with weights labeled {min(unknown)!r}, which this run never sent: another run "
+                "updates it, or a weight update failed; resume from the last checkpoint, with servers that no other "
+                "run uses"
             )
 
 
@@ -358,6 +401,7 @@ def read_facts(url: str, described: Any) -> ServerFacts:
             dtype=_dtype(model["dtype"]),
             num_workers=_count(parallel["world_size"]) * _count(parallel["data_parallel_size"]),
             weight_transfer_backend=str(transfer.get("backend")),
+            instance=str(config["instance_id"]),
             returns_routes=bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts")),
             max_rank=integer((config.get("lora_config") or {}).get("max_lora_rank", 0)),
             quantization=None if model.get("quantization") is None else str(model["quantization"]),
@@ -477,6 +521,12 @@ def read_label(described: Any, *, source: str) -> str:
     """Return the weight label in an answer of `/weight_info`. Raises `EngineError` without one."""
     with _malformed_raises(EngineError, f"{source}: no weight version in {described!r:.200}"):
         return str(described["weight_version"])
+
+
+def read_instance(described: Any, *, source: str) -> str:
+    """Return the id of the process in an answer of `/server_info`. Raises `EngineError` without one."""
+    with _malformed_raises(EngineError, f"{source}: no instance_id in {described!r:.200}"):
+        return str(described["vllm_config"]["instance_id"])
 
 
 def read_checksums(answer: Any, *, source: str) -> dict[str, str]:

@@ -250,6 +250,7 @@ class Canary:
                 image=image[name].max().item() if name in image else None,
             )
             for name, one in short.items()
+            if name in engines.names  # and was not lost since
         }
 
     def accept(self, results: Mapping[str, CanaryResult]) -> None:
@@ -293,7 +294,8 @@ class Canary:
                 )
             return (expected - engine_scores).abs()
 
-        return dict(zip(engines.names, engines.all(difference), strict=True))
+        differences = engines.all(difference)
+        return dict(zip(engines.names, differences, strict=True))
 
 
 class Pace:

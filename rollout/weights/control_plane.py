@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.rollout.engine.engine_answers import UNUSABLE_PREFIX
-from lockstep.rollout.errors import EngineError
+from lockstep.rollout.errors import EngineError, EngineLostError
+from lockstep.rollout.weights.roster import Roster
 
 if TYPE_CHECKING:
     from lockstep.rollout.engine.protocol import SyncedEngine
@@ -26,16 +27,25 @@ calls fit after `CALL_SHARE`."""
 
 
 class ControlPlane:
-    """Synchronous calls to this rank's engines, if any: vLLM's `VLLMWeightSyncClient`."""
+    """Synchronous calls to this rank's engines, if any: vLLM's `VLLMWeightSyncClient`.
 
-    def __init__(self, engines: Sequence[SyncedEngine], deadline_s: float, *, is_staged: bool) -> None:
+    An engine that the roster may lose leaves the plane when a call finds it dead or silent; any other error is raised.
+    """
+
+    def __init__(self, engines: Sequence[SyncedEngine] | Roster, deadline_s: float, *, is_staged: bool) -> None:
         """is_staged: the transport stages weights and replaces them in `finish_weight_update`."""
-        self._engines = tuple(engines)
+        self._roster = Roster.of(engines)
+        self._engines = list(self._roster.engines)
         self._limit_s = CALL_SHARE * deadline_s
         self._silence_s = min(SILENCE_S, SILENCE_SHARE * deadline_s)
         self._is_staged = is_staged
+        self._lost: dict[str, str] = {}
         self.version = ""
         """Set on the engines when an update finishes; vLLM's transports do not pass one."""
+
+    @property
+    def engines(self) -> list[SyncedEngine]:
+        return list(self._engines)
 
     @property
     def names(self) -> list[str]:
@@ -49,23 +59,67 @@ class ControlPlane:
     def num_workers(self) -> int:
         return sum(engine.num_workers for engine in self._engines)
 
+    def renew(self) -> None:
+        """Take the engines that the roster has now."""
+        self._engines = list(self._roster.engines)
+
+    def take_lost(self) -> dict[str, str]:
+        """Return the names of the engines that were lost since the last call, and why."""
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def only(self, name: str) -> ControlPlane:
+        """Return a plane of one of these engines, which raises every error."""
+        plane = ControlPlane(
+            [engine for engine in self._engines if engine.name == name],
+            self._limit_s / CALL_SHARE,
+            is_staged=self._is_staged,
+        )
+        plane.version = self.version
+        return plane
+
+    def lose(self, name: str, error: Exception) -> None:
+        """Go on without an engine. Raises the error if the roster may lose none."""
+        for engine in [one for one in self._engines if one.name == name]:
+            self._roster.lose(engine, error)
+            self._engines.remove(engine)
+            self._lost[name] = str(error) or type(error).__name__
+
     def all(self, act: Callable[[SyncedEngine], Coroutine[Any, Any, T]]) -> list[T]:
-        """Run `act` on all engines concurrently and return the results. Raises the error of the first to fail."""
+        """Run `act` on all engines concurrently and return the results, in the order of those that are left."""
+        results: list[T] = []
+        for engine, outcome in self._outcomes(act):
+            if not isinstance(outcome, Exception):
+                results.append(outcome)
+            elif isinstance(outcome, EngineLostError) or (self._roster.may_lose and not self._is_alive(engine)):
+                self.lose(engine.name, outcome)
+            else:
+                raise outcome
+        return results
+
+    def _outcomes(
+        self, act: Callable[[SyncedEngine], Coroutine[Any, Any, T]]
+    ) -> list[tuple[SyncedEngine, T | Exception]]:
         if not self._engines:
             return []
 
-        async def one(engine: SyncedEngine) -> T:
+        async def one(engine: SyncedEngine) -> T | Exception:
             try:
                 return await asyncio.wait_for(act(engine), self._limit_s)
             except TimeoutError:
-                raise EngineError(
+                return EngineLostError(
                     f"{engine.name} gave no answer within {self._limit_s:g} s: it hangs, or sync.timeout_s is too short"
-                ) from None
+                )
+            except Exception as error:  # read by the caller, after the other engines have answered
+                return error
 
-        async def together() -> list[T]:
+        async def together() -> list[T | Exception]:
             return await asyncio.gather(*map(one, self._engines))
 
-        return self._engines[0].loop.run(together())
+        return list(zip(self._engines, self._engines[0].loop.run(together()), strict=True))
+
+    def _is_alive(self, engine: SyncedEngine) -> bool:
+        return engine.name not in self._unanswered(lambda one: one.check_alive())
 
     def unresponsive(self) -> list[str]:
         """Return the names of dead engines, or else of engines that hang.
@@ -84,7 +138,7 @@ class ControlPlane:
                 return False
             return True
 
-        return [name for name, has_answered in zip(self.names, self.all(answers), strict=True) if not has_answered]
+        return [engine.name for engine, has_answered in self._outcomes(answers) if has_answered is not True]
 
     def abandon_update(self) -> None:
         """End an unfinished update on live engines, so that the next one can begin.
@@ -96,7 +150,7 @@ class ControlPlane:
             with suppress(Exception):  # the invalid update fails with some error
                 await asyncio.wait_for(engine.update_weights({"none": 0}), self._silence_s)
 
-        self.all(abandon)
+        self._outcomes(abandon)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let the workers join; each engine's workers get the ranks after those of the previous engine."""

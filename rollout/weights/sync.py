@@ -7,8 +7,9 @@ sends its part of the weights to all engines. vLLM's transport `nccl` has one se
 which each bucket is gathered once. Over `cuda_ipc` each rank with an engine gets the buckets and hands them to its own.
 
 After each phase the ranks exchange its outcome, with a deadline: a failure on one rank raises the same `SyncError` on
-all. While weights may be partly replaced, the engine labels them as unusable, so that no client samples from an engine
-that a failed sync left behind.
+all. A server that dies or hangs is no failure of its rank: the sync goes on with the others, and servers that wait join
+at its beginning (rollout/server/roster.py). While weights may be partly replaced, the engine labels them as unusable,
+so that no client samples from an engine that a failed sync left behind.
 
 The trainer scores the canary (rollout/weights/canary.py) first, while engines that sleep leave it the memory; engines
 score it when they are resumed, because a paused vLLM engine does not score.
@@ -21,7 +22,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,19 +30,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.rollout.errors import ConfigError, EngineError, RankLostError, SyncError
+from lockstep.rollout.errors import ConfigError, EngineError, EngineLostError, RankLostError, SyncError
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
 from lockstep.rollout.system.device_memory import release_cached_memory
 from lockstep.rollout.weights.canary import SHORT_ROW, Canary, CanaryResult, CanarySettings, Expected, Pace, ScoreCanary
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
+from lockstep.rollout.weights.roster import Roster
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
     from lockstep.rollout.engine.protocol import SleepingEngine, SyncedEngine
+    from lockstep.rollout.weights.gloo.trainer import GlooSender
     from lockstep.rollout.weights.gloo.wire import Receivers
 
 LONG_SHARE = 0.01
@@ -68,6 +71,8 @@ class SyncReport:
     """Accepted median of that stretch."""
     canary_image_diff: float = math.nan
     """Largest |Δ log π| over the row with an image and engines; NaN if it was not scored."""
+    changes: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of engines that left and joined this rank since the last sync."""
 
     @property
     def gb_per_s(self) -> float:
@@ -89,7 +94,7 @@ class SyncReport:
             "sync/canary_long_limit": self.canary_long_limit,
             "sync/canary_image_diff": self.canary_image_diff,
         }
-        return metrics | {name: value for name, value in canary.items() if not math.isnan(value)}
+        return metrics | {name: value for name, value in canary.items() if not math.isnan(value)} | dict(self.changes)
 
 
 class WeightSync:
@@ -99,12 +104,14 @@ class WeightSync:
 
     Args:
         module: the trained module in its wrappers (see `ZeroSource`).
-        engines: this rank's engines; none on ranks that only take part in the gather.
+        engines: this rank's engines, or a roster that loses and adds some; none on ranks that only take part in the
+            gather.
         score_canary: the trainer's scores; None: no canary (the version is still checked).
         canary: its rows and limits.
         pause_mode: treatment of requests in flight: wait, keep or abort.
         bucket_bytes: size of a gather or message.
         deadline_s: limit of every phase, after which every rank raises.
+        silence_s: time without progress of a transfer after which an engine is lost, at most a third of the deadline.
         address: rendezvous address of the gloo and nccl transports on this machine; None: loopback if all engines are
             on this machine, else the address that reaches them.
         sleep_level: 1 or 2, if all engines are `SleepingEngine`s that sleep between `sleep` and the next push; 0: none.
@@ -114,16 +121,19 @@ class WeightSync:
         self,
         *,
         module: nn.Module,
-        engines: Sequence[SyncedEngine] = (),
+        engines: Sequence[SyncedEngine] | Roster = (),
         score_canary: ScoreCanary | None = None,
         canary: CanarySettings = SHORT_ROW,
         pause_mode: str = "wait",
         bucket_bytes: int = 512 * 2**20,
         deadline_s: float = 300.0,
+        silence_s: float | None = None,
         address: str | None = None,
         sleep_level: int = 0,
     ) -> None:
         self._deadline_s = deadline_s
+        self._roster = Roster.of(engines)
+        self._silence_s = min(silence_s or deadline_s, deadline_s / 3) if self._roster.may_lose else None
         self._pause_mode = pause_mode
         self._canary_share = canary.share
         self._pace, self._long_pace = Pace(), Pace()
@@ -135,7 +145,7 @@ class WeightSync:
                 one.name,
                 (one.weight_transfer_backend, one.dtype, one.vocab_size, one.takes_adapters, one.quantization),
             )
-            for one in engines
+            for one in self._roster.engines
         ]
         by_rank = self._ranks.run_phase("describing the engines", lambda: settings)
         self._backend, dtype, vocab_size, takes_adapters, self.quantization = _common_settings(
@@ -157,24 +167,27 @@ class WeightSync:
             module, dtype=dtype, bucket_bytes=bucket_bytes, readers=readers, adapters_only=takes_adapters
         )
         self._sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in self._source.metadata]
-        self._engines = ControlPlane(engines, deadline_s, is_staged=self._backend == "gloo")
+        self._engines = ControlPlane(self._roster, deadline_s, is_staged=self._backend == "gloo")
         self._address, self._bucket_bytes = address, bucket_bytes
-        self._store: TCPStore | None = None
-        self._is_joined = False
-        self._connect()
+        self._transport: GlooSender | TrainerWeightTransferEngine[Any] | None = None
+        self._sender: GlooSender | None = None
+        """The transport if it is gloo's, which knows its engines apart."""
+        self._joined: set[str] = set()
+        """Names of the engines of all ranks that are connected; empty after a transfer that broke."""
+        self._connect(self._names())
 
     def push(self, version: int) -> SyncReport:
         """Transfer the module's current weights to the engines as this version. A collective.
 
         Raises `SyncError` on every rank, if any failed or missed the deadline, or a canary failed. The engines must not
-        sample again; those that still answer are left paused.
+        sample again; those that still answer are left paused. Raises `EngineLostError` on every rank if no engine of a
+        roster is left.
         """
         phase = self._ranks.run_phase
-        if not self._is_joined:
-            self.reconnect()
         self._engines.version = str(version)
+        self._connect(self._names(renewed=True))
         began = time.perf_counter()
-        is_due, is_long = phase("choosing the rows of the canary", self._due)[0]  # by the clock of rank 0
+        is_due, is_long = self._due()
         canary = self._canary if is_due else None
         expected = None
         if canary is not None:  # while engines that sleep leave the memory to the trainer
@@ -186,9 +199,11 @@ class WeightSync:
         pause_start = time.perf_counter()
         phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
         transfer_start = time.perf_counter()
-        self._is_joined = False  # until it succeeds: a broken transfer leaves unknown messages
-        phase("sending the weights", self._send, is_stuck=lambda: self._source.is_exchanging)
-        self._is_joined = True
+        joined, self._joined = self._joined, set()  # until it succeeds: a broken transfer leaves unknown messages
+        is_broken = any(phase("sending the weights", self._send, is_stuck=lambda: self._source.is_exchanging))
+        if is_broken:  # with engines that are lost now
+            return self.push(version)
+        self._joined = joined
         transfer_end = time.perf_counter()
         if is_asleep:
             phase("waking the engines' caches", lambda: self._wake("kv_cache"))
@@ -201,6 +216,8 @@ class WeightSync:
         canary_s += time.perf_counter() - began
         for pace in [self._pace] * is_due + [self._long_pace] * is_long:
             pace.ended(canary_s)
+        self._names()  # raises without engines
+        self._roster.serve()
         long = [one.long for one in results.values() if one.long is not None]
         worst = max(((one.differences[one.worst], one.limits[one.worst]) for one in long), default=(math.nan, math.nan))
         return SyncReport(
@@ -213,7 +230,31 @@ class WeightSync:
             canary_long_diff=worst[0],
             canary_long_limit=worst[1],
             canary_image_diff=max((one.image for one in results.values() if one.image is not None), default=math.nan),
+            changes=self._roster.metrics(),
         )
+
+    def _names(self, *, renewed: bool = False) -> list[str]:
+        """Return the names of the engines of all ranks, and forget connections to those that were lost. A collective.
+
+        renewed: True lets engines that wait join. Raises `EngineLostError` on every rank if there is no engine.
+        """
+
+        def on_this_rank() -> tuple[list[str], dict[str, str]]:
+            if renewed:
+                self._roster.renew()
+                self._engines.renew()
+            return self._engines.names, self._engines.take_lost()
+
+        by_rank = self._ranks.run_phase("listing the engines", on_this_rank)
+        names = [name for own, _ in by_rank for name in own]
+        lost = {name: reason for _, own in by_rank for name, reason in own.items()}
+        self._joined -= lost.keys()
+        if self._sender is not None:
+            self._sender.drop(list(lost))
+        if not names:
+            reasons = "; ".join(lost.values()) or "none serves, and none waits to join"
+            raise EngineLostError(f"no engine is left: {reasons}")
+        return names
 
     def _wake(self, part: str) -> None:
         release_cached_memory()  # in this thread, which has the trainer's device; the engines' loop would use GPU 0
@@ -230,35 +271,61 @@ class WeightSync:
 
     def reconnect(self) -> None:
         """Join the engines again, after a restart; push next. A collective. Raises `SyncError`."""
-        self._transport.shutdown()
-        self._connect()
+        self._joined = set()
+        self._connect(self._names())
         self._pace, self._long_pace = Pace(), Pace()
 
     def close(self) -> None:
         """Leave the transport and the ranks' process group; the engines keep running."""
-        self._transport.shutdown()
+        if self._transport is not None:
+            self._transport.shutdown()
         self._ranks.close()
 
-    def _send(self) -> None:
+    def _send(self) -> bool:
+        """Send and load the weights. Returns True if the transfer broke with an engine that the roster may lose."""
         if torch.accelerator.is_available():
             # Nothing waits for the optimizer's kernels, and transports read the weights on streams of their own.
             torch.accelerator.synchronize()
         self._source.expect(parts=self._backend == "gloo")
+        assert self._transport is not None
         try:
             self._transport.send_weights()
+            if self._backend == "gloo":
+                self._engines.finish_weight_update()
         except BaseException as error:
             self._source.drain()  # the other ranks are in a gather that needs this one
             unresponsive = self._engines.unresponsive()
             self._engines.abandon_update()
-            if unresponsive:  # the transport reports a closed connection without its engine
-                raise SyncError(f"{' and '.join(unresponsive)} no longer answers: {error}") from error
-            raise
+            if not unresponsive or (self._roster.may_lose and self._backend == "gloo"):  # which has lost them by itself
+                raise
+            # The transport reports a closed connection without its engine.
+            failure = EngineLostError(f"{' and '.join(unresponsive)} no longer answers: {error}")
+            for name in unresponsive:
+                self._lose(name, failure)
+            return True
+        return False
+
+    def _lose(self, name: str, error: Exception) -> None:
+        """Go on without an engine. Raises `SyncError` if the roster may lose none."""
+        try:
+            self._engines.lose(name, error)
+        except EngineLostError as failure:
+            raise SyncError(str(failure)) from error
 
     def _due(self) -> tuple[bool, bool]:
-        """Return True for a canary that is due, and True if its long row is."""
-        if self._canary is None or not self._pace.is_due(self._canary_share):
+        """Return True for a canary that is due, and True if its long row is. A collective."""
+
+        def on_this_rank() -> tuple[bool, bool, bool]:
+            is_due = self._pace.is_due(self._canary_share)
+            is_long = self._long_pace.is_due(min(self._canary_share, LONG_SHARE))
+            return is_due, is_long, any(map(self._roster.is_new, self._engines.engines))
+
+        by_rank = self._ranks.run_phase("choosing the rows of the canary", on_this_rank)
+        if self._canary is None:
             return False, False
-        return True, self._canary.long is not None and self._long_pace.is_due(min(self._canary_share, LONG_SHARE))
+        is_due, is_long, _ = by_rank[0]  # by the clock of rank 0
+        is_due = is_due or any(is_new for *_, is_new in by_rank)
+        return is_due, is_due and is_long and self._canary.long is not None
 
     async def _release(self, engine: SyncedEngine, version: int) -> None:
         # Pausing cleared the cache, but requests may have arrived since.
@@ -277,6 +344,12 @@ class WeightSync:
         results: dict[str, CanaryResult] = phase(
             "scoring the canary", lambda: canary.compare(self._engines, expected), own=True
         )
+        for engine in self._engines.engines:
+            if self._roster.is_new(engine) and results[engine.name].is_wrong:
+                difference = results.pop(engine.name)
+                self._engines.lose(
+                    engine.name, SyncError(f"its log π of the canary differ from the trainer's {difference}")
+                )
         if any(phase("checking the canary", lambda: self._wrong_engines(results))):
             phase("comparing checksums", lambda: self._raise_canary_error(version, results))
         canary.accept(results)
@@ -311,40 +384,73 @@ class WeightSync:
             "lockstep diagnose model.path=<model> data.path=<data>`"
         )
 
-    def _connect(self) -> None:
-        """Connect the engines' workers with all their senders. A collective."""
-        receivers = self._ranks.run_phase("listening for the engines", self._listen)
-        self._transport: TrainerWeightTransferEngine[Any] = self._ranks.run_phase(
-            "connecting to the engines", lambda: self._join([one for one in receivers if one is not None]), own=True
-        )
-        self._is_joined = True
+    def _connect(self, names: Sequence[str]) -> None:
+        """Connect the engines' workers with all their senders. A collective. names: of the engines of all ranks."""
+        if self._backend == "gloo":
+            self._connect_by_gloo(names)
+        elif self._joined != set(names):
+            if self._transport is not None:
+                self._transport.shutdown()
+            self._transport = self._ranks.run_phase("connecting to the engines", self._join, own=True)
+        self._joined = set(names)
 
-    def _listen(self) -> Receivers | None:
-        """Open the rendezvous of this rank's engines; None without engines or with vLLM's transports."""
-        self._store = None
-        if self._backend != "gloo" or not self._engines.hosts:
-            return None
+    def _connect_by_gloo(self, names: Sequence[str]) -> None:
+        """Connect with the engines that are not connected yet, each by groups of its own."""
+        from lockstep.rollout.weights.gloo.trainer import GlooSender
         from lockstep.rollout.weights.gloo.wire import Receivers, listen
 
-        address = self._address_for([*self._engines.hosts, *self._ranks.others])
-        self._store = listen(address, self._deadline_s)
-        return Receivers(
-            rank=self._ranks.rank,
-            address=address,
-            port=self._store.port,
-            num_workers=self._engines.num_workers,
-            senders=self._source.senders,
+        if not self._joined or self._sender is None:
+            self._transport = self._sender = GlooSender(
+                self._source,
+                sender=self._ranks.rank,
+                timeout_s=self._deadline_s,
+                silence_s=self._silence_s,
+                lose=self._engines.lose,
+            )
+        sender = self._sender
+        sender.drop([name for name in sender.names if name not in names])
+        joining = set(names) - self._joined
+        if not joining:
+            return
+        stores: dict[str, TCPStore] = {}
+
+        def open_rendezvous() -> list[Receivers]:
+            engines = [engine for engine in self._engines.engines if engine.name in joining]
+            if not engines:
+                return []
+            address = self._address_for([*self._engines.hosts, *self._ranks.others])
+            for engine in engines:
+                stores[engine.name] = listen(address, self._deadline_s)
+            return [
+                Receivers(
+                    engine=engine.name,
+                    rank=self._ranks.rank,
+                    address=address,
+                    port=stores[engine.name].port,
+                    num_workers=engine.num_workers,
+                    senders=self._source.senders,
+                )
+                for engine in engines
+            ]
+
+        by_rank = self._ranks.run_phase("listening for the engines", open_rendezvous)
+        receivers = [one for rank in by_rank for one in rank]
+        clients = {name: self._engines.only(name) for name in stores}
+        self._ranks.run_phase(
+            "connecting to the engines", lambda: sender.join(receivers, stores=stores, clients=clients), own=True
         )
 
-    def _join(self, receivers: list[Receivers]) -> TrainerWeightTransferEngine[Any]:
+    def _join(self) -> TrainerWeightTransferEngine[Any]:
+        """Connect by one of vLLM's transports, which has one group for all engines of this rank."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         from lockstep.rollout.engine.plugin import register
 
         register()
-        info = self._init_info(receivers)
         try:
-            return WeightTransferTrainerFactory.trainer_init(info, client=self._engines, source=self._source)
+            return WeightTransferTrainerFactory.trainer_init(
+                self._init_info(), client=self._engines, source=self._source
+            )
         except RuntimeError as error:
             if self._backend == "nccl" and "invalid usage" in str(error):
                 raise SyncError(
@@ -368,18 +474,11 @@ class WeightSync:
                     )
         return self._address
 
-    def _init_info(self, receivers: list[Receivers]) -> TrainerInitInfo:
+    def _init_info(self) -> TrainerInitInfo:
         """Return vLLM's settings of the transport, in which every rank with engines has rank 0."""
         hosts = self._engines.hosts
         rank = 0 if hosts else 1
         buffer_bytes = max(self._bucket_bytes, *self._sizes)  # vLLM refuses a tensor that is larger than its buffer
-        if self._backend == "gloo":
-            from lockstep.rollout.weights.gloo.trainer import GlooTrainerInitInfo
-
-            sender, store = self._ranks.rank, self._store
-            return GlooTrainerInitInfo(
-                rank=rank, sender=sender, store=store, receivers=receivers, timeout_s=self._deadline_s
-            )
         if self._backend == "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 

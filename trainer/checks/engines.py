@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from lockstep.rollout.server.url_list import DNS, is_watched, url_problem
 from lockstep.rollout.system.addresses import is_loopback
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.outputs_settings import ServerConfig
@@ -34,7 +36,8 @@ def engine_problems(
             f"rollout.quantization={settings.quantization} samples from another distribution than the trainer's, "
             f"which correction.mode={correction_mode} does not correct per token; set correction=token_truncate"
         )
-    yield from url_problems("rollout.urls", settings.urls)
+    yield from url_problems("rollout.urls", [entry for entry in settings.urls if not is_watched(entry)])
+    yield from _list_problems(settings.urls)
     if sync.address is not None:
         yield from _address_problems(sync.address, settings.urls)
     if settings.api_key_env is None and not is_loopback(server.host):
@@ -56,34 +59,29 @@ def image_problems(model: ModelConfig) -> Iterator[str]:
 def url_problems(name: str, urls: Sequence[str]) -> Iterator[str]:
     """Yield one sentence per invalid or repeated address of a server. name: of the setting."""
     for url in urls:
-        if (problem := _url_problem(url)) is not None:
+        if (problem := url_problem(url)) is not None:
             yield f"{name}: {url} {problem}; expected http://<host>:<port>, as in {name}={EXAMPLE}"
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if twice:
         yield f"{name} names {', '.join(twice)} twice, expected every server once; set {name} without it"
 
 
-def _url_problem(url: str) -> str | None:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        return f"cannot be read ({error})"
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "is not an http(s) address"
-    if port is None:
-        return "has no port"
-    if parts.path.strip("/") or parts.query or parts.fragment:
-        return "has more than host and port"
-    if parts.username or parts.password:
-        return "has a user or a password, which would be logged; keys belong in the environment"
-    return None
+def _list_problems(entries: Sequence[str]) -> Iterator[str]:
+    """Yield one sentence per entry of rollout.urls that is neither an address, nor a file or a host name of them."""
+    for entry in filter(is_watched, entries):
+        if "://" in entry and (problem := url_problem(entry, schemes=[DNS])) is not None:
+            yield f"rollout.urls: {entry} {problem}; expected dns://<host>:<port>"
+        elif "://" not in entry and not Path(entry).is_file():
+            yield (
+                f"rollout.urls: {entry} is neither an address nor a file; expected http://<host>:<port>, "
+                "dns://<host>:<port>, or a file with an address per line"
+            )
 
 
 def _address_problems(address: str, urls: list[str]) -> Iterator[str]:
     if not urls:
         yield f"sync.address={address} is for rollout.engine=server; set sync.address=null"
-    elsewhere = [url for url in urls if _url_problem(url) is None and not is_loopback(urlsplit(url).hostname or "")]
+    elsewhere = [url for url in urls if url_problem(url) is None and not is_loopback(urlsplit(url).hostname or "")]
     if is_loopback(address) and elsewhere:
         yield (
             f"sync.address={address} is loopback, where {elsewhere[0]} cannot fetch weights; set sync.address=null for "

@@ -6,10 +6,11 @@ colocated           every rank has an engine and sends it the weights; rank 0 sa
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,10 @@ import torch
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.pool import EnginePool
-from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.addresses import LOOPBACK, address_towards
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.weights.roster import Roster
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.start import engine_settings, start_embedded
@@ -31,6 +32,8 @@ from lockstep.trainer.model.shape import planned_shape
 if TYPE_CHECKING:
     from lockstep.rollout.media.processing import ImageProcessing
     from lockstep.rollout.server.remote_rank_engine import EngineService
+
+log = logging.getLogger(__name__)
 
 PEER_GRACE_S = 60.0
 """Extra wait for another rank's engine beyond that rank's own timeout, so that it can report the cause [s]."""
@@ -43,7 +46,7 @@ class Engines:
     loop: BackgroundLoop
     pool: EnginePool | None = None
     """Engines that episodes sample from; None on ranks without episodes."""
-    synced: Sequence[SyncedEngine] = ()
+    synced: Roster = field(default_factory=lambda: Roster([]))
     """Engines whose weights this rank replaces."""
     colocated: Sequence[EmbeddedEngine] = ()
     """Those of `synced` that share a GPU with this rank's trainer."""
@@ -52,9 +55,15 @@ class Engines:
 
     def restart_dead(self) -> list[str]:
         """Restart this rank's dead engines with the weights on disk, and return their names."""
-        return [engine.name for engine in self.synced if engine.restart_if_dead()]
+        return [engine.name for engine in self.synced.engines if engine.restart_if_dead()]
+
+    @property
+    def has_engine(self) -> bool:
+        """True if an engine of this rank serves, or a server waits to join."""
+        return self.synced.has_engine
 
     def close(self) -> None:
+        self.synced.close()
         if self.pool is not None:
             self.loop.run(self.pool.close())
         elif self.colocated:
@@ -70,10 +79,11 @@ def start_engines(
     loop: BackgroundLoop,
     logs: Path,
     images: ImageProcessing | None = None,
+    warn: Callable[[str], None] = log.warning,
 ) -> Engines:
     """Start or connect to the engines of the configuration; a collective. logs: directory of the engines' logs.
 
-    images: of prompts.
+    images: of prompts. warn: told of servers that leave and join.
 
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
@@ -107,18 +117,20 @@ def start_engines(
     def start() -> Engines:
         if not distributed.is_main:
             return Engines(loop=loop)
-        members: Sequence[SyncedEngine]
         if rollout.engine == "server":
-            from lockstep.trainer.engines.servers import connect_servers  # other runs do not load its client
+            from lockstep.rollout.server.roster import ServerRoster  # other runs do not load its client
+            from lockstep.trainer.engines.servers import Connector
 
             needs_routes = config.plan.replays_engine
-            members = connect_servers(
+            connector = Connector(
                 config.model, rollout, context=context, needs_routes=needs_routes, loop=loop, images=images
             )
-        else:
-            log_path = logs / "engine.log"
-            members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=log_path, images=images)
-        return Engines(loop=loop, pool=EnginePool(members), synced=members)
+            pool = EnginePool(connector.connect_all())
+            roster = ServerRoster(pool, addresses=connector.addresses, connect=connector.connect, warn=warn)
+            return Engines(loop=loop, pool=pool, synced=roster)
+        log_path = logs / "engine.log"
+        members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=log_path, images=images)
+        return Engines(loop=loop, pool=EnginePool(members), synced=Roster(members))
 
     return distributed.together(start)
 
@@ -148,7 +160,7 @@ def _colocated(own: EmbeddedEngine, distributed: Distributed, *, loop: Backgroun
         ]
         return EnginePool([own, *peers])
 
-    return Engines(loop=loop, pool=distributed.together(pool), synced=[own], colocated=[own], service=service)
+    return Engines(loop=loop, pool=distributed.together(pool), synced=Roster([own]), colocated=[own], service=service)
 
 
 def check_allocator(variables: Mapping[str, str]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
 from lockstep.rollout.engine.adapters import buffer_rank
-from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.errors import ConfigError, EngineError
 from lockstep.rollout.server.server_engine import ServerEngine
+from lockstep.rollout.server.url_list import is_watched, listed_urls
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
@@ -21,34 +23,89 @@ if TYPE_CHECKING:
     from lockstep.rollout.media.processing import ImageProcessing
 
 
-def connect_servers(
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    *,
-    context: int,
-    needs_routes: bool,
-    loop: BackgroundLoop,
-    images: ImageProcessing | None = None,
-) -> list[ServerEngine]:
-    """Connect to the servers of `rollout.urls`. context: `Config.engine_context`. needs_routes: for their replay.
+SHORT_S = 2.0
+"""Time in which a server that joins a run must answer [s]."""
 
-    images: of prompts.
+
+class Connector:
+    """Connects to servers of a run, and checks that they fit it.
+
+    Args:
+        context: `Config.engine_context`.
+        needs_routes: for their replay.
+        images: of prompts.
     """
-    model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    engines = [
-        ServerEngine(
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        *,
+        context: int,
+        needs_routes: bool,
+        loop: BackgroundLoop,
+        images: ImageProcessing | None = None,
+    ) -> None:
+        self._model = model
+        self._rollout = rollout
+        self._context = context
+        self._needs_routes = needs_routes
+        self._loop = loop
+        self._images = images
+        self._model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+
+    def addresses(self) -> list[str]:
+        """Return the addresses that `rollout.urls` stands for now."""
+        return listed_urls(self._rollout.urls)
+
+    def connect_all(self) -> list[ServerEngine]:
+        """Connect to all named servers, or to those that are ready of a file or a host name.
+
+        Raises `EngineError` if a named server, or all of the others, cannot be reached within
+        `rollout.start_timeout_s`, `ConfigError` for one that does not fit.
+        """
+        if not any(map(is_watched, self._rollout.urls)):
+            return [self.connect(url, within_s=self._rollout.start_timeout_s) for url in self.addresses()]
+        give_up_at = time.monotonic() + self._rollout.start_timeout_s
+        while True:
+            ready, failure = [], EngineError("no address is listed")
+            for url in self.addresses():
+                try:
+                    ready.append(self.connect(url))
+                except EngineError as error:
+                    failure = error
+            if ready:
+                return ready
+            if time.monotonic() >= give_up_at:
+                raise EngineError(
+                    f"no server of rollout.urls={self._rollout.urls} was ready within "
+                    f"{self._rollout.start_timeout_s:g} s: {failure}"
+                )
+            time.sleep(SHORT_S)
+
+    def connect(self, url: str, *, within_s: float = SHORT_S) -> ServerEngine:
+        """Connect to one server. Raises `EngineError` if it is not ready in time, `ConfigError` if it does not fit."""
+        rollout = self._rollout
+        engine = ServerEngine(
             url,
-            loop=loop,
-            vocab_size=model_config.get_text_config().vocab_size,
+            loop=self._loop,
+            vocab_size=self._model_config.get_text_config().vocab_size,
             api_key=engine_key(rollout.api_key_env),
             request_timeout_s=rollout.request_timeout_s,
-            start_timeout_s=rollout.start_timeout_s,
+            start_timeout_s=within_s,
             silence_timeout_s=rollout.silence_timeout_s,
-            images=images,
+            images=self._images,
         )
-        for url in rollout.urls
-    ]
-    for engine in engines:
+        try:
+            self._check(engine)
+        except ConfigError:
+            self._loop.run(engine.close())
+            raise
+        engine.max_model_len = rollout.max_model_len
+        return engine
+
+    def _check(self, engine: ServerEngine) -> None:
+        model, rollout, context = self._model, self._rollout, self._context
         dtype = str(engine.dtype).removeprefix("torch.")
         if dtype != model.dtype:
             raise ConfigError(
@@ -61,23 +118,21 @@ def connect_servers(
                 f"{engine.name} has a context of {engine.context} tokens, expected {context}; "
                 f"restart it with --max-model-len {context}, or set rollout.max_model_len={fitting}"
             )
-        original = original_lengths(model_config).get(LONGROPE)
+        original = original_lengths(self._model_config).get(LONGROPE)
         if original is not None and context <= original < engine.context:
             raise ConfigError(
                 f"{engine.name} has a context of {engine.context} tokens, so it uses the long factors of the model's "
                 f"longrope positions, and the run with rollout.max_model_len={rollout.max_model_len} the short ones; "
                 f"restart it with --max-model-len {context}"
             )
-        if needs_routes and not engine.returns_routes:
+        if self._needs_routes and not engine.returns_routes:
             raise ConfigError(
                 f"{engine.name} returns no routed experts; restart it with --enable-return-routed-experts, or set "
                 "correction.routing_replay=off"
             )
         check_images(engine, model.images.max_per_prompt)
         check_adapters(engine, model)
-        check_quantization(engine, rollout.quantization, stored=stored_method(model_config))
-        engine.max_model_len = rollout.max_model_len
-    return engines
+        check_quantization(engine, rollout.quantization, stored=stored_method(self._model_config))
 
 
 def check_images(engine: ServerEngine, limit: int) -> None:

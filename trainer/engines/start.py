@@ -47,13 +47,13 @@ def start_engine(
         )
     rollout, context = config.rollout, config.engine_context
     if rollout.engine == "server":  # the model's files may be on its machine alone
-        from lockstep.trainer.engines.servers import connect_servers  # other runs do not load its client
+        from lockstep.trainer.engines.servers import Connector  # other runs do not load its client
 
         needs_routes = config.plan.replays_engine
-        servers = connect_servers(
+        connector = Connector(
             config.model, rollout, context=context, needs_routes=needs_routes, loop=loop, images=images
         )
-        return EnginePool(servers)
+        return EnginePool(connector.connect_all(), patience_s=rollout.pool_timeout_s)
     refuse_unfit_models(config, print_error, trains=False)
     settings = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=context)
     return EnginePool(start_embedded(settings, rollout.num_engines, loop=loop, log_path=log_path, images=images))

@@ -102,7 +102,7 @@ def start_teacher(
                 f"teacher        its log π of a canary differ by at most {metrics['teacher/canary_abs_diff']:.2g} "
                 "from those of transformers"
             )
-        return EnginePool(members)
+        return EnginePool(members, patience_s=rollout.pool_timeout_s)
 
     def prompts() -> TeacherPrompts | None:
         if settings.context is None:

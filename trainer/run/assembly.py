@@ -17,6 +17,7 @@ from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
+from lockstep.rollout.weights.roster import Roster
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import images_of_data, load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
@@ -159,6 +160,7 @@ class Assembly:
                 sync=sync,
                 version=lambda: updater.num_updates,
                 limit=config.rollout.engine_restarts,
+                pool_timeout_s=config.rollout.pool_timeout_s,
                 say=console.warn,
             )
             if config.evaluates:
@@ -249,7 +251,12 @@ class Assembly:
             place = " of every rank" if rollout.engine == "colocated" else ""
             self._console.say(f"starting {engines}{place} ...")
         return start_engines(
-            self._config, self._distributed, loop=self._loop, logs=self._directory.logs, images=self._images
+            self._config,
+            self._distributed,
+            loop=self._loop,
+            logs=self._directory.logs,
+            images=self._images,
+            warn=self._console.warn,
         )
 
     def _teacher(self, engines: Engines, chat: Chat) -> Teacher | None:
@@ -432,7 +439,7 @@ def make_sync(
     distributed: Distributed,
     updater: Updater,
     *,
-    engines: Sequence[SyncedEngine],
+    engines: Sequence[SyncedEngine] | Roster,
     sleep_level: int = 0,
     images: ImageProcessing | None = None,
 ) -> WeightSync:
@@ -467,6 +474,7 @@ def make_sync(
         pause_mode=config.pause_mode,
         bucket_bytes=int(settings.bucket_mib * 2**20),
         deadline_s=settings.timeout_s,
+        silence_s=config.rollout.silence_timeout_s,
         address=settings.address,
     )
 

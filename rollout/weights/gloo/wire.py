@@ -41,10 +41,12 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receivers:
-    """The workers of one rank's engines, and the address of their rendezvous."""
+    """The workers of one engine, and the address of their rendezvous."""
 
+    engine: str
+    """Its name, which no other engine of the run has."""
     rank: int
-    """Global rank of the trainer with these engines."""
+    """Global rank of the trainer process with this engine."""
     address: str
     port: int
     num_workers: int

@@ -177,7 +177,7 @@ def the_entry_point_registers_the_transports(directory: Path) -> None:
     load_general_plugins()
     for name in ("gloo", "cuda_ipc"):
         assert issubclass(WeightTransferEngineFactory._registry[name](), WeightTransferEngine)
-        assert issubclass(WeightTransferTrainerFactory._registry[name](), TrainerWeightTransferEngine)
+    assert issubclass(WeightTransferTrainerFactory._registry["cuda_ipc"](), TrainerWeightTransferEngine)
 
 
 @check
@@ -187,12 +187,11 @@ def overrides_accept_what_callers_of_the_base_classes_pass(directory: Path) -> N
     from lockstep.rollout.engine.scheduler import BufferedAsyncScheduler, BufferedOutputs, BufferedScheduler
     from lockstep.rollout.weights.control_plane import ControlPlane
     from lockstep.rollout.weights.cuda_ipc import CudaIpcTrainerWeightTransferEngine, CudaIpcWeightTransferEngine
-    from lockstep.rollout.weights.gloo.trainer import GlooTrainerWeightTransferEngine
     from lockstep.rollout.weights.gloo.worker import GlooWeightTransferEngine
     from lockstep.rollout.weights.source import ZeroSource
 
     subclasses: list[type] = [
-        *(CudaIpcTrainerWeightTransferEngine, CudaIpcWeightTransferEngine, GlooTrainerWeightTransferEngine),
+        *(CudaIpcTrainerWeightTransferEngine, CudaIpcWeightTransferEngine),
         *(GlooWeightTransferEngine, ZeroSource, BufferedScheduler, BufferedAsyncScheduler),
     ]
     compared = []

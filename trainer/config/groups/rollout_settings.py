@@ -19,12 +19,19 @@ class RolloutConfig:
         "vLLM; embedded: in the process of rank 0; colocated: of each rank, on its GPU; server: at rollout.urls",
         choices=("embedded", "colocated", "server"),
     )
-    urls: list[str] = setting([], "engine=server: addresses of the servers, http://<host>:<port>")
+    urls: list[str] = setting(
+        [],
+        "engine=server: servers, each as http://<host>:<port>, as a file with an address per line, or as "
+        "dns://<host>:<port> for all addresses of a name; files and names are read again during the run",
+    )
     api_key_env: str | None = setting(
         "LOCKSTEP_ENGINE_KEY", "environment variable with the key of the servers; null: no key, open to all clients"
     )
     silence_timeout_s: float = setting(
-        60.0, "time without any answer to waiting requests before a server counts as dead [s]", above=0, when=SERVERS
+        60.0, "time without any answer to waiting requests before a server counts as lost [s]", above=0, when=SERVERS
+    )
+    pool_timeout_s: float = setting(
+        600.0, "time without any server after which the run ends; 0: at once [s]", low=0, when=SERVERS
     )
     prompts_per_step: int = setting(16, "prompts per rollout batch, over all ranks", low=1)
     samples_per_prompt: int = setting(8, "rollouts per prompt (the group size G)", low=1)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.errors import EngineError, EngineLostError, EvidenceError
 from lockstep.rollout.server.liveness import Liveness
 
 SILENT_S = 0.2
@@ -52,7 +52,7 @@ async def test_silence_ends_every_waiting_call_and_a_later_call_is_watched_again
     waiting = [asyncio.ensure_future(liveness.guard(after(60.0))) for _ in range(3)]
     ended = await asyncio.gather(*waiting, return_exceptions=True)
     assert time.monotonic() - started < 10 * SILENT_S
-    assert [type(error) for error in ended] == [EngineError] * 3
+    assert [type(error) for error in ended] == [EngineLostError] * 3
     assert "answered nothing for 0.2 s" in str(ended[0])
     assert "rollout.silence_timeout_s" in str(ended[0])
     server.reply = lambda: None  # the process was stopped and continues

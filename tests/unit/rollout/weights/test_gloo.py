@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroupGloo
 
 from lockstep.rollout.system.addresses import LOOPBACK
-from lockstep.rollout.weights.gloo.trainer import GlooTrainerInitInfo, GlooTrainerWeightTransferEngine
+from lockstep.rollout.weights.gloo.trainer import GlooSender
 from lockstep.rollout.weights.gloo.wire import GlooInitInfo, GlooUpdateInfo, Receivers, join_all, listen
 from lockstep.rollout.weights.gloo.worker import receive
 from lockstep.rollout.weights.source import SentElements, ZeroSource
@@ -43,11 +44,19 @@ class SlowReceiver:
         """Load nothing."""
 
 
-def connected(source: ZeroSource, receiver: SlowReceiver) -> GlooTrainerWeightTransferEngine:
-    store = listen(LOOPBACK, TIMEOUT_S)
-    receivers = Receivers(rank=0, address=LOOPBACK, port=store.port, num_workers=1, senders=source.senders)
-    info = GlooTrainerInitInfo(rank=0, sender=0, store=store, receivers=[receivers], timeout_s=TIMEOUT_S)
-    return GlooTrainerWeightTransferEngine.trainer_init(info, client=receiver, source=source)  # type: ignore[arg-type]
+def connected(source: ZeroSource, receiver: SlowReceiver) -> GlooSender:
+    sender = GlooSender(source, sender=0, timeout_s=TIMEOUT_S)
+    join(sender, source, {"the engine": receiver})
+    return sender
+
+
+def join(sender: GlooSender, source: ZeroSource, engines: dict[str, SlowReceiver]) -> None:
+    stores = {name: listen(LOOPBACK, TIMEOUT_S) for name in engines}
+    receivers = [
+        Receivers(engine=name, rank=0, address=LOOPBACK, port=store.port, num_workers=1, senders=source.senders)
+        for name, store in stores.items()
+    ]
+    sender.join(receivers, stores=stores, clients=engines)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,3 +110,59 @@ def test_a_rank_that_sends_fewer_bytes_than_announced_is_refused(monkeypatch: py
     monkeypatch.setattr(ZeroSource, "own_parts", less)
     with pytest.raises(RuntimeError, match=r"a rank sends \d+ bytes of a bucket, not \d+"):
         sender.send_weights()
+
+
+class Stuck(SlowReceiver):
+    """A worker that receives one bucket and then hangs, until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        buckets = receive(self.groups, GlooUpdateInfo(**update_info).buckets())
+        next(buckets)
+        self.released.wait()
+        for _ in buckets:
+            pass
+
+
+def test_an_engine_that_hangs_in_a_transfer_is_lost_and_the_others_receive_all() -> None:
+    layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(6))  # each exceeds a socket's buffer
+    source, lost = ZeroSource(nn.ModuleDict({"layers": layers})), {}
+    engines: dict[str, SlowReceiver] = {"a": SlowReceiver(), "b": Stuck(), "c": SlowReceiver()}
+    sender = GlooSender(source, sender=0, timeout_s=TIMEOUT_S, silence_s=1.0, lose=lost.__setitem__)
+    join(sender, source, engines)
+    began = time.monotonic()
+    sender.send_weights()
+    assert time.monotonic() - began < TIMEOUT_S / 2, "silence, not the deadline of a collective"
+    assert "took no part in the transfer for 1 s" in str(lost.pop("b"))
+    assert not lost
+    assert sender.names == ["a", "c"]
+    engines["b"].released.set()  # type: ignore[attr-defined]
+    newcomer = {"d": SlowReceiver()}
+    join(sender, source, newcomer)
+    for layer in layers:
+        nn.init.normal_(layer.weight)
+    sender.send_weights()
+    for engine in (engines["a"], engines["c"], newcomer["d"]):
+        for name, param in source_parameters(layers):
+            assert torch.equal(engine.received[name], param), name
+
+
+def source_parameters(layers: nn.ModuleList) -> list[tuple[str, torch.Tensor]]:
+    return [(f"layers.{index}.weight", layer.weight.detach()) for index, layer in enumerate(layers)]
+
+
+def test_an_engine_that_refuses_to_join_is_lost_alone() -> None:
+    class Refusing(SlowReceiver):
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            raise ConnectionError("the server is gone")
+
+    source, lost = ZeroSource(nn.Linear(4, 3)), {}
+    sender = GlooSender(source, sender=0, timeout_s=TIMEOUT_S, silence_s=5.0, lose=lost.__setitem__)
+    began = time.monotonic()
+    join(sender, source, {"a": SlowReceiver(), "b": Refusing()})
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert sender.names == ["a"]
+    assert str(lost["b"]) == "the server is gone"
+    sender.send_weights()

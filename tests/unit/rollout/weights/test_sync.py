@@ -58,6 +58,6 @@ def test_a_server_on_the_trainers_gpu_is_explained(monkeypatch: pytest.MonkeyPat
     sync = WeightSync.__new__(WeightSync)
     sync._backend, sync._source = "nccl", None  # type: ignore[assignment]
     sync._engines = SimpleNamespace(hosts=["10.0.0.7"])  # type: ignore[assignment]
-    monkeypatch.setattr(sync, "_init_info", lambda receivers: None)
+    monkeypatch.setattr(sync, "_init_info", lambda: None)
     with pytest.raises(SyncError, match=r"with 10\.0\.0\.7 .*invalid usage.*CUDA_VISIBLE_DEVICES"):
-        sync._join([])
+        sync._join()

@@ -23,7 +23,7 @@ from lockstep.trainer.checks.declared import value_problems
 from lockstep.trainer.checks.engines import engine_problems
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import choose_interface
-from lockstep.trainer.engines.servers import check_quantization, connect_servers, engine_key
+from lockstep.trainer.engines.servers import Connector, check_quantization, engine_key
 from lockstep.trainer.engines.start import check_cores, check_engine, engine_settings, start_engine
 from lockstep.trainer.tools.serve_engine import check_host, command, environment, shell_line
 from tests.fixtures.broken_models import change_config
@@ -60,7 +60,8 @@ def line_of(made: Config) -> str:
 
 def connect(made: Config, loop: BackgroundLoop) -> list[ServerEngine]:
     needs_routes = made.plan.replays_engine
-    return connect_servers(made.model, made.rollout, context=made.engine_context, needs_routes=needs_routes, loop=loop)
+    connector = Connector(made.model, made.rollout, context=made.engine_context, needs_routes=needs_routes, loop=loop)
+    return connector.connect_all()
 
 
 def test_valid_settings_have_no_problems():
@@ -78,7 +79,7 @@ def test_valid_settings_have_no_problems():
         (config(URL, engine="embedded"), "set rollout.engine=server, or rollout.urls=[]"),
         (config(URL, engine="colocated"), "found rollout.engine=colocated; set rollout.engine=server"),
         (config(engine="colocated", rollout__max_staleness=1), "set rollout.sleep_level=0, or rollout.max_staleness=0"),
-        (config("10.0.0.7:8000"), "is not an http(s) address"),
+        (config("10.0.0.7:8000"), "is neither an address nor a file"),
         (config("http://10.0.0.7"), "has no port"),
         (config("http://10.0.0.7:http"), "cannot be read"),
         (config("http://10.0.0.7:8000/v1"), "has more than host and port"),

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from lockstep.rollout.errors import ConfigError, EngineError, LockstepError, RankLostError, SyncError
+from lockstep.rollout.errors import (
+    ConfigError,
+    EngineError,
+    EngineLostError,
+    LockstepError,
+    RankLostError,
+    SyncError,
+)
 from lockstep.trainer.engines.recovery import Recovery
 from tests.fixtures.distributed import FakeRank, on_ranks
 
@@ -14,8 +21,18 @@ from tests.fixtures.distributed import FakeRank, on_ranks
 class World:
     """A rank's engine, which can die, and everything that a recovery calls."""
 
-    def __init__(self, *, limit: int = 2, syncs: Iterable[Exception] = (), rank: FakeRank | None = None) -> None:
-        """syncs: errors with which the engine dies of the first pushes; later ones go well."""
+    def __init__(
+        self,
+        *,
+        limit: int = 2,
+        syncs: Iterable[Exception] = (),
+        rank: FakeRank | None = None,
+        arrivals: Iterable[bool] = (),
+        pool_timeout_s: float = 60.0,
+    ) -> None:
+        """syncs: errors with which the engine dies of the first pushes; later ones go well. arrivals: whether a server
+        is there, each time it is looked for; afterwards one is."""
+        self._arrivals = iter(arrivals)
         self.rank = rank or FakeRank()
         self._syncs = iter(syncs)
         self.is_dead = False
@@ -27,12 +44,17 @@ class World:
             sync=self,  # type: ignore[arg-type]
             version=lambda: 7,
             limit=limit,
+            pool_timeout_s=pool_timeout_s,
             say=self.done.append,
         )
 
     def restart_dead(self) -> list[str]:
         was_dead, self.is_dead = self.is_dead, False
         return ["the embedded engine"] if was_dead else []
+
+    @property
+    def has_engine(self) -> bool:
+        return next(self._arrivals, True)
 
     def forget(self) -> None:
         self.done.append("forget")
@@ -44,7 +66,7 @@ class World:
         assert not self.is_dead
         self.done.append(f"push {version}")
         if error := next(self._syncs, None):
-            self.is_dead = True
+            self.is_dead = not isinstance(error, EngineLostError)
             raise error
 
     def dying(self, deaths: int, error: LockstepError) -> Callable[[], str]:
@@ -54,7 +76,7 @@ class World:
         def work() -> str:
             if left[0]:
                 left[0] -= 1
-                self.is_dead = True
+                self.is_dead = not isinstance(error, EngineLostError)  # servers are not restarted here
                 raise error
             return "sampled"
 
@@ -150,3 +172,47 @@ def test_no_collective_is_called_when_a_rank_is_lost() -> None:
     world.rank.together = lambda work: pytest.fail("the lost rank does not come")
     with pytest.raises(RankLostError):
         world.recovery.attempt(world.dying(1, RankLostError("another rank is gone")))
+
+
+@pytest.fixture
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.trainer.engines.recovery.LOOK_EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("looks_at_once")
+def test_a_run_without_servers_waits_for_one_and_sends_it_the_weights() -> None:
+    world = World(arrivals=[False, False, False])
+    assert world.recovery.attempt(world.dying(1, EngineLostError("no engine is left"))) == "sampled"
+    said, *done = world.done
+    assert said == "no engine is left; waiting up to 60 s for a server of rollout.urls"
+    assert done == ["forget", "push 7"]
+    assert world.recovery.num_restarts == 0, "servers are not started by the run"
+
+
+@pytest.mark.usefixtures("looks_at_once")
+def test_a_server_on_any_rank_ends_the_wait_of_all() -> None:
+    def attempt(rank: FakeRank) -> tuple[str, list[str]]:
+        world = World(rank=rank, arrivals=[False, rank.rank == 1] if rank.rank else [False, False])
+        sample = world.dying(rank.is_main, EngineLostError("no engine is left"))
+        return world.recovery.attempt(lambda: rank.together(sample)), world.done[1:]
+
+    assert on_ranks(2, attempt) == [("sampled", ["forget", "push 7"])] * 2
+
+
+@pytest.mark.usefixtures("looks_at_once")
+def test_a_pool_that_stays_empty_ends_the_run_on_all_ranks() -> None:
+    def attempt(rank: FakeRank) -> str:
+        world = World(rank=rank, arrivals=[False] * 10**6, pool_timeout_s=0.01)
+        with pytest.raises(EngineLostError) as raised:
+            world.recovery.attempt(lambda: rank.together(world.dying(1, EngineLostError("no engine is left"))))
+        return str(raised.value)
+
+    for text in on_ranks(2, attempt):
+        assert "none of rollout.urls was ready within rollout.pool_timeout_s=0.01" in text
+
+
+@pytest.mark.usefixtures("looks_at_once")
+def test_a_server_that_dies_of_its_first_sync_is_waited_for_again() -> None:
+    world = World(syncs=[EngineLostError("no engine is left: the newcomer")])
+    assert world.recovery.attempt(world.dying(1, EngineLostError("no engine is left"))) == "sampled"
+    assert world.done == ["forget", "push 7", "forget", "push 7"]
