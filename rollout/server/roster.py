@@ -4,7 +4,7 @@
        ▲                                                                                            │
        └──────────── answers again, or a new address: connected in the background ◄────────────────┘
 
-A server is known by its address and its process: one that was restarted, or stopped and continued, joins anew. Servers
+A server is known by its address and its process: one that was restarted, or stopped and continued, joins like a new one. Servers
 join only at a weight sync, when no weights move, and sample only after the sync that sent to them has verified version
 and canary. Requests of a lost server are sent again to the others (`rollout/engine/pool.py`).
 """
@@ -193,10 +193,10 @@ class ServerRoster(Roster):
         """Connect to listed servers that neither serve nor wait, until the roster is closed."""
         while not self._is_closed.wait(LOOK_EVERY_S):
             with self._lock:
-                known = {engine.url for engine in self._servers if engine not in self._left} | self._ready.keys()
+                members = {engine.url for engine in self._servers if engine not in self._left} | self._ready.keys()
                 refused = {url for url, (_, until) in self._refused.items() if time.monotonic() < until}
             for url in self._listed():
-                if url in known or url in refused or self._is_closed.is_set():
+                if url in members or url in refused or self._is_closed.is_set():
                     continue
                 try:
                     engine = self._connect(url)

@@ -77,7 +77,7 @@ class ServerFacts:
     num_workers: int
     weight_transfer_backend: str
     instance: str
-    """vLLM's id of the process, which a restarted server has anew."""
+    """vLLM's id of the process, which a restarted server does not keep."""
     returns_routes: bool
     """True if `Sampling.with_routes` may be set."""
     max_rank: int = 0

@@ -26,7 +26,7 @@ def listed_urls(entries: Sequence[str]) -> list[str]:
     """Return the addresses that the entries of `rollout.urls` stand for now, each once.
 
     Raises `EngineError` if a file cannot be read or a name not be resolved now, `ConfigError` for a line of a file that
-    is no address.
+    is not an address.
     """
     urls = [url for entry in entries for url in (_current(entry) if is_watched(entry) else [entry])]
     return list(dict.fromkeys(url.rstrip("/") for url in urls))
@@ -51,10 +51,10 @@ def _current(entry: str) -> list[str]:
 def _resolved(entry: str) -> list[str]:
     parts = urlsplit(entry)
     try:
-        found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise EngineError(f"rollout.urls={entry}: {parts.hostname} cannot be resolved: {error}") from error
-    hosts = sorted({str(address[0]) for *_, address in found})
+    hosts = sorted({str(address[0]) for *_, address in answers})
     return [f"http://[{host}]:{parts.port}" if ":" in host else f"http://{host}:{parts.port}" for host in hosts]
 
 

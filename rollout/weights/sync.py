@@ -7,8 +7,8 @@ sends its part of the weights to all engines. vLLM's transport `nccl` has one se
 which each bucket is gathered once. Over `cuda_ipc` each rank with an engine gets the buckets and hands them to its own.
 
 After each phase the ranks exchange its outcome, with a deadline: a failure on one rank raises the same `SyncError` on
-all. A server that dies or hangs is no failure of its rank: the sync goes on with the others, and servers that wait join
-at its beginning (rollout/server/roster.py). While weights may be partly replaced, the engine labels them as unusable,
+all. A server that dies or hangs fails alone: the sync goes on with the others, and servers that wait join at its
+beginning (rollout/server/roster.py). While weights may be partly replaced, the engine labels them as unusable,
 so that no client samples from an engine that a failed sync left behind.
 
 The trainer scores the canary (rollout/weights/canary.py) first, while engines that sleep leave it the memory; engines
@@ -419,6 +419,8 @@ class WeightSync:
             if not engines:
                 return []
             address = self._address_for([*self._engines.hosts, *self._ranks.others])
+            for engine in filter(self._roster.is_new, engines):  # stopped in an update, it has not ended that yet
+                self._engines.only(engine.name).abandon_update()
             for engine in engines:
                 stores[engine.name] = listen(address, self._deadline_s)
             return [

@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,7 +72,6 @@ class Run:
     def __init__(self, process: subprocess.Popen[str], directory: Path) -> None:
         self._process = process
         self._directory = directory
-        self.log = directory / "output.log"
 
     @property
     def updates(self) -> int:
@@ -93,3 +92,102 @@ def finish(process: subprocess.Popen[str]) -> str:
     output, errors = process.communicate(timeout=1200)
     assert process.returncode == 0, output[-3000:] + errors[-6000:]
     return output + errors
+
+
+def launch(fleet: Fleet, forked: ForkedServers, directory: Path, **settings: object) -> subprocess.Popen[str]:
+    directory.mkdir()
+    return launch_run([str(fleet.path)], forked.model, directory, **{**SETTINGS, **settings})
+
+
+@pytest.fixture
+def fleet(forked_servers: ForkedServers, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(forked_servers, tmp_path, 3)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def changed(whole: Path, struck: Path) -> list[str]:
+    found = differences(run_directory(whole), run_directory(struck))
+    return [line for line in found if not any(name in line for name in CHANGES)]
+
+
+def test_servers_that_die_restart_leave_and_join_change_nothing(
+    fleet: Fleet, forked_servers: ForkedServers, tmp_path: Path
+) -> None:
+    updates = 8
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    finish(launch(fleet, forked_servers, whole, updates=updates))
+    process = launch(fleet, forked_servers, struck, updates=updates)
+    run = Run(process, struck)
+    run.wait_for_updates(1)
+    fleet.strike(0, signal.SIGKILL)
+    run.wait_for_updates(1)
+    fleet.restart(0)
+    fleet.strike(1, signal.SIGSTOP)
+    run.wait_for_updates(1)
+    fleet.strike(1, signal.SIGCONT)
+    fleet.list(fleet.servers[:2])
+    run.wait_for_updates(1)
+    fleet.list(fleet.servers)
+    said = finish(process)
+    check_run(run_directory(struck), updates=updates)
+    assert changed(whole, struck) == []
+    for url, why in (
+        (fleet.servers[0].url, ""),
+        (fleet.servers[1].url, ""),
+        (fleet.servers[2].url, "does not list it"),
+    ):
+        assert re.search(f"{re.escape(url)} is lost: .*{why}", said), said[-6000:]
+
+
+def test_a_run_whose_servers_are_all_gone_waits_and_goes_on(
+    fleet: Fleet, forked_servers: ForkedServers, tmp_path: Path
+) -> None:
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    finish(launch(fleet, forked_servers, whole, updates=4))
+    process = launch(fleet, forked_servers, struck, updates=4)
+    run = Run(process, struck)
+    run.wait_for_updates(1)
+    for index in range(3):
+        fleet.strike(index, signal.SIGKILL)
+    fleet.restart(1)
+    said = finish(process)
+    assert changed(whole, struck) == []
+    assert "no engine is left" in said
+    assert "waiting up to 600 s for a server of rollout.urls" in said
+    assert f"the engine at {fleet.servers[1].url} joined with the weights of the run" in said
+
+
+@pytest.mark.slow
+def test_fifty_faults_change_nothing(fleet: Fleet, forked_servers: ForkedServers, tmp_path: Path) -> None:
+    """One server at least is left alone at any time, so that the run need not wait for one."""
+    faults, updates = 50, 140
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    finish(launch(fleet, forked_servers, whole, updates=updates))
+    process = launch(fleet, forked_servers, struck, updates=updates)
+    run, moments = Run(process, struck), random.Random(0)
+    run.wait_for_updates(1)
+    is_down: dict[int, str] = {}
+    for number in range(faults):
+        time.sleep(moments.uniform(0.0, 1.0))  # the moment of the fault, in any phase of a step
+        index = number % 3
+        if index in is_down:
+            kind = is_down.pop(index)
+            if kind == "killed":
+                fleet.restart(index)
+            elif kind == "stopped":
+                fleet.strike(index, signal.SIGCONT)
+            else:
+                fleet.list([one for other, one in enumerate(fleet.servers) if is_down.get(other) != "removed"])
+        elif len(is_down) < 2:
+            is_down[index] = moments.choice(["killed", "stopped", "removed"])
+            if is_down[index] == "removed":
+                fleet.list([one for other, one in enumerate(fleet.servers) if is_down.get(other) != "removed"])
+            else:
+                fleet.strike(index, signal.SIGKILL if is_down[index] == "killed" else signal.SIGSTOP)
+        run.wait_for_updates(1)
+    finish(process)
+    check_run(run_directory(struck), updates=updates)
+    assert changed(whole, struck) == []

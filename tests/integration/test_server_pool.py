@@ -71,7 +71,7 @@ class Pool:
         return self.sync.push(self.version)
 
     def push_until(self, serving: int) -> None:
-        """Push until so many servers serve."""
+        """Push until this number of servers serves."""
         give_up_at = time.monotonic() + JOIN_S
         while len(self.pool.members) != serving:
             assert time.monotonic() < give_up_at, (self.names, self.said)

@@ -148,7 +148,7 @@ class GlooSender:
         joined = run_in_abandonable_thread(
             partial(join_group, rendezvous, self._sender, 0, size, timeout_s, own_address=own_address)
         )
-        called = None
+        call = None
         if client is not None:
             info = GlooInitInfo(
                 master_address=receivers.address,
@@ -158,12 +158,12 @@ class GlooSender:
                 senders=receivers.senders,
                 timeout_s=timeout_s,
             )
-            called = run_in_abandonable_thread(lambda: client.init_weight_transfer_engine(asdict(info)))
+            call = run_in_abandonable_thread(lambda: client.init_weight_transfer_engine(asdict(info)))
         try:
             # An engine that refuses does not tell its group, which would wait for the deadline.
-            _wait_for(joined, receivers, store, unless_fails=called, silence_s=self._silence_s)
-            if called is not None:
-                _wait_for(called, receivers, store, silence_s=self._silence_s)
+            _wait_for(joined, receivers, store, unless_fails=call, silence_s=self._silence_s)
+            if call is not None:
+                _wait_for(call, receivers, store, silence_s=self._silence_s)
         except BaseException:
             _tell(store, OF_ENGINE)
             raise
@@ -305,7 +305,7 @@ def _wait_for(
     a rank failed.
     """
     watched = {awaited} if unless_fails is None else {awaited, unless_fails}
-    seen, since = progress(), time.monotonic()
+    count, since = progress(), time.monotonic()
     while awaited not in (done := wait(watched, timeout=POLL_S, return_when=FIRST_COMPLETED).done):
         for future in done:
             future.result()
@@ -314,8 +314,8 @@ def _wait_for(
             if store.get(ABORTED_KEY) == OF_RANK.encode():
                 raise _AbortedError(f"the engines of rank {receivers.rank} aborted")
             raise EngineLostError(f"another rank lost {receivers.engine} in the transfer")
-        if (now := progress()) != seen:
-            seen, since = now, time.monotonic()
+        if (now := progress()) != count:
+            count, since = now, time.monotonic()
         elif time.monotonic() - since >= silence_s:
             raise EngineLostError(
                 f"{receivers.engine} took no part in the transfer for {silence_s:g} s: it hangs or is unreachable"

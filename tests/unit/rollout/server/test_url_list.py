@@ -40,7 +40,7 @@ def test_a_list_that_cannot_be_read_now_is_an_error_that_may_pass(tmp_path: Path
         listed_urls(["dns://no-such-host.invalid:8000"])
 
 
-def test_a_line_that_is_no_address_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_an_address_is_named(tmp_path: Path) -> None:
     path = tmp_path / "servers.txt"
     path.write_text("http://a:8000\nengine-7\n")
     with pytest.raises(ConfigError, match=r"line 2 of .*engine-7 is not an http\(s\) address"):

@@ -182,11 +182,11 @@ def test_an_evaluation_accepts_a_path_for_its_results(complete: tuple[str, ...],
 
 
 PAGE_RUNS = [
-    shlex.split(command.partition("scripts/train.py")[2], comments=True)
+    shlex.split(command.partition("lockstep train ")[2], comments=True)
     for page in PAGES
     for block in bash_blocks(page)
     for command in block.commands
-    if "scripts/train.py" in command and not block.is_mistake
+    if "lockstep train " in command and not block.is_mistake
 ]
 
 
