@@ -4,9 +4,9 @@
        ▲                                                                                            │
        └──────────── answers again, or a new address: connected in the background ◄────────────────┘
 
-A server is known by its address and its process: one that was restarted, or stopped and continued, joins like a new one. Servers
-join only at a weight sync, when no weights move, and sample only after the sync that sent to them has verified version
-and canary. Requests of a lost server are sent again to the others (`rollout/engine/pool.py`).
+A server is known by its address and its process: one that was restarted, or stopped and continued, joins like a new one.
+Servers join only at a weight sync, when no weights move, and sample only after the sync that sent to them has verified
+version and canary. Requests of a lost server are sent again to the others (`rollout/engine/pool.py`).
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class ServerRoster(Roster):
         self._known: Sequence[str] = [engine.url for engine in serving]
         self._left: dict[ServerEngine, str] = {}
         """Servers that requests found lost since the last sync, and why."""
+        self._problem = ""
+        """Why the addresses could not be read the last time."""
         self._num_lost = self._num_joined = 0
         self._has_served = False
         self._is_closed = threading.Event()
@@ -139,9 +141,12 @@ class ServerRoster(Roster):
     def _listed(self) -> Sequence[str]:
         """Return the addresses, or the last known ones if they cannot be read now."""
         try:
-            self._known = list(self._addresses())
+            self._known, problem = list(self._addresses()), ""
         except LockstepError as error:
-            self._warn(f"{error}; the run goes on with {len(self._known)} known addresses")
+            problem = f"{error}; the run goes on with {len(self._known)} known addresses"
+        if problem and problem != self._problem:
+            self._warn(problem)
+        self._problem = problem
         return self._known
 
     async def _changed(self) -> list[tuple[ServerEngine, EngineError]]:
