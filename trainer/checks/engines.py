@@ -24,6 +24,12 @@ def engine_problems(
             f"rollout.urls={settings.urls} is for rollout.engine=server, found rollout.engine={settings.engine}; "
             "set rollout.engine=server, or rollout.urls=[]"
         )
+    if settings.engine == "server" and settings.urls and (settings.drivers or 0) > len(settings.urls):
+        number = len(settings.urls)
+        yield (
+            f"rollout.drivers={settings.drivers} have a server each at least, and rollout.urls has {number}; set "
+            f"rollout.drivers={number} or less"
+        )
     if settings.engine == "colocated" and settings.sleep_level and settings.max_staleness:
         yield (
             f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, when rollout.engine="

@@ -1,13 +1,13 @@
-"""The engines of a run: those that this rank samples from, and those whose weights it replaces.
+"""The engines of a run. A rank with engines is a driver: it samples from them, and replaces their weights.
 
-embedded, server    rank 0 samples and sends the weights
-colocated           every rank has an engine and sends it the weights; rank 0 samples from all of them
+embedded     rank 0, from its own engines
+colocated    every rank, from its own engine
+server       driver i of N (`rollout.drivers`), from the servers `rollout.urls[i::N]`
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.addresses import LOOPBACK, address_towards
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
@@ -30,10 +29,6 @@ from lockstep.trainer.model.shape import planned_shape
 
 if TYPE_CHECKING:
     from lockstep.rollout.media.processing import ImageProcessing
-    from lockstep.rollout.server.remote_rank_engine import EngineService
-
-PEER_GRACE_S = 60.0
-"""Extra wait for another rank's engine beyond that rank's own timeout, so that it can report the cause [s]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +37,11 @@ class Engines:
 
     loop: BackgroundLoop
     pool: EnginePool | None = None
-    """Engines that episodes sample from; None on ranks without episodes."""
+    """Engines that episodes of this rank sample from; None on ranks that do not drive."""
     synced: Sequence[SyncedEngine] = ()
-    """Engines whose weights this rank replaces."""
-    colocated: Sequence[EmbeddedEngine] = ()
-    """Those of `synced` that share a GPU with this rank's trainer."""
-    service: EngineService | None = None
-    """Service through which rank 0 reaches this rank's engine."""
+    """Engines whose weights this rank replaces: those of the pool."""
+    is_colocated: bool = False
+    """True if they share a GPU with this rank's trainer."""
 
     def restart_dead(self) -> list[str]:
         """Restart this rank's dead engines with the weights on disk, and return their names."""
@@ -57,10 +50,36 @@ class Engines:
     def close(self) -> None:
         if self.pool is not None:
             self.loop.run(self.pool.close())
-        elif self.colocated:
-            if self.service is not None:
-                self.loop.run(self.service.close())
-            self.loop.run(self.colocated[0].close())
+
+
+def driver_ranks(config: Config, distributed: Distributed) -> tuple[int, ...]:
+    """Return the ranks that drive, in the order of their numbers; a collective. See `rollout.drivers`.
+
+    Raises `ConfigError` on all ranks for more drivers than ranks.
+    """
+    rollout, world_size = config.rollout, distributed.world_size
+    if rollout.engine != "server":
+        return tuple(range(world_size)) if rollout.engine == "colocated" else (0,)
+    places = torch.tensor([int(os.environ.get("LOCAL_RANK", "0"))])
+    local_ranks: list[int] = distributed.gather(places).tolist()
+    candidates = sorted(range(len(local_ranks)), key=lambda rank: (local_ranks[rank], rank))
+    count = rollout.drivers
+    if count is None:
+        # `sync.address` is an address of one machine.
+        machines = 1 if config.sync.address is not None else local_ranks.count(0)
+        count = min(machines, len(rollout.urls))
+    if count > world_size:
+        raise ConfigError(
+            f"rollout.drivers={count} are ranks, and this run has {world_size}; set rollout.drivers={world_size} or "
+            "less, or launch more with `accelerate launch --num_processes`"
+        )
+    chosen = tuple(candidates[:count])
+    if config.sync.address is not None and sum(local_ranks[rank] == 0 for rank in chosen) > 1:
+        raise ConfigError(
+            f"rollout.drivers={count} are on several machines, and sync.address={config.sync.address} is an address of "
+            "one; set sync.address=null, or rollout.drivers=1"
+        )
+    return chosen
 
 
 def start_engines(
@@ -69,11 +88,12 @@ def start_engines(
     *,
     loop: BackgroundLoop,
     logs: Path,
+    drivers: Sequence[int] = (0,),
     images: ImageProcessing | None = None,
 ) -> Engines:
     """Start or connect to the engines of the configuration; a collective. logs: directory of the engines' logs.
 
-    images: of prompts.
+    drivers: `driver_ranks`. images: of prompts.
 
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
@@ -91,64 +111,38 @@ def start_engines(
         common = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=context)
         return replace(common, **memory)
 
-    if rollout.engine == "colocated":
-        place = (int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        own = distributed.together(
-            lambda: EmbeddedEngine(
+    def start() -> Engines:
+        if distributed.rank not in drivers:
+            return Engines(loop=loop)
+        members: Sequence[SyncedEngine]
+        is_colocated = rollout.engine == "colocated"
+        if is_colocated:
+            place = (int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            own = EmbeddedEngine(
                 replace(settings(), local_place=place),
                 loop=loop,
                 log_path=logs / ("engine.log" if distributed.is_main else f"engine-{distributed.rank}.log"),
                 name=f"the engine of rank {distributed.rank}",
                 images=images,
             )
-        )
-        return _colocated(own, distributed, loop=loop, timeout_s=rollout.request_timeout_s + PEER_GRACE_S)
-
-    def start() -> Engines:
-        if not distributed.is_main:
-            return Engines(loop=loop)
-        members: Sequence[SyncedEngine]
-        if rollout.engine == "server":
+            members = [own]
+        elif rollout.engine == "server":
             from lockstep.trainer.engines.servers import connect_servers  # other runs do not load its client
 
-            needs_routes = config.plan.replays_engine
             members = connect_servers(
-                config.model, rollout, context=context, needs_routes=needs_routes, loop=loop, images=images
+                config.model,
+                replace(rollout, urls=rollout.urls[drivers.index(distributed.rank) :: len(drivers)]),
+                context=context,
+                needs_routes=config.plan.replays_engine,
+                loop=loop,
+                images=images,
             )
         else:
             log_path = logs / "engine.log"
             members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=log_path, images=images)
-        return Engines(loop=loop, pool=EnginePool(members), synced=members)
+        return Engines(loop=loop, pool=EnginePool(members), synced=members, is_colocated=is_colocated)
 
     return distributed.together(start)
-
-
-def _colocated(own: EmbeddedEngine, distributed: Distributed, *, loop: BackgroundLoop, timeout_s: float) -> Engines:
-    """Connect rank 0 to the engines of the other ranks. own: that of this rank."""
-    from lockstep.rollout.server.remote_rank_engine import EngineService, RemoteRankEngine  # of colocated engines alone
-
-    key: str = distributed.broadcast(secrets.token_hex(32))
-
-    def serve() -> EngineService | None:
-        if distributed.is_main:
-            return None
-        host = address_towards(os.environ.get("MASTER_ADDR", LOOPBACK))
-        return loop.run(EngineService.start(own, host=host, key=key))
-
-    service = distributed.together(serve)
-    urls = distributed.gather_bytes(b"" if service is None else service.url.encode())
-
-    def pool() -> EnginePool | None:
-        if not distributed.is_main:
-            return None
-        peers = [
-            RemoteRankEngine(url.decode(), key=key, rank=peer, loop=loop, timeout_s=timeout_s)
-            for peer, url in enumerate(urls)
-            if url
-        ]
-        return EnginePool([own, *peers])
-
-    return Engines(loop=loop, pool=distributed.together(pool), synced=[own], colocated=[own], service=service)
 
 
 def check_allocator(variables: Mapping[str, str]) -> None:

@@ -20,6 +20,13 @@ class RolloutConfig:
         choices=("embedded", "colocated", "server"),
     )
     urls: list[str] = setting([], "engine=server: addresses of the servers, http://<host>:<port>")
+    drivers: int | None = setting(
+        None,
+        "ranks that run episodes, each on its share of the servers (docs/engines.md); null: one per machine, at most "
+        "one per server",
+        low=1,
+        when=SERVERS,
+    )
     api_key_env: str | None = setting(
         "LOCKSTEP_ENGINE_KEY", "environment variable with the key of the servers; null: no key, open to all clients"
     )
