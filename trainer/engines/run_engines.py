@@ -53,33 +53,33 @@ class Engines:
 
 
 def driver_ranks(config: Config, distributed: Distributed) -> tuple[int, ...]:
-    """Return the ranks that drive, in the order of their numbers; a collective. See `rollout.drivers`.
+    """Return the ranks that drive, in the order of their numbers; a collective. Raises as `drivers_of`."""
+    own = torch.tensor([int(os.environ.get("LOCAL_RANK", "0"))])
+    return drivers_of(config, distributed.gather(own).tolist())
 
-    Raises `ConfigError` on all ranks for more drivers than ranks.
+
+def drivers_of(config: Config, local_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that drive. local_ranks: the number of each rank on its machine.
+
+    Raises `ConfigError` for more drivers than ranks, or on more machines than `sync.address` can be of.
     """
-    rollout, world_size = config.rollout, distributed.world_size
+    rollout, address, world_size = config.rollout, config.sync.address, len(local_ranks)
     if rollout.engine != "server":
         return tuple(range(world_size)) if rollout.engine == "colocated" else (0,)
-    places = torch.tensor([int(os.environ.get("LOCAL_RANK", "0"))])
-    local_ranks: list[int] = distributed.gather(places).tolist()
-    candidates = sorted(range(len(local_ranks)), key=lambda rank: (local_ranks[rank], rank))
-    count = rollout.drivers
-    if count is None:
-        # `sync.address` is an address of one machine.
-        machines = 1 if config.sync.address is not None else local_ranks.count(0)
-        count = min(machines, len(rollout.urls))
+    machines = 1 if address is not None else local_ranks.count(0)
+    count = min(machines, len(rollout.urls)) if rollout.drivers is None else rollout.drivers
     if count > world_size:
         raise ConfigError(
             f"rollout.drivers={count} are ranks, and this run has {world_size}; set rollout.drivers={world_size} or "
             "less, or launch more with `accelerate launch --num_processes`"
         )
-    chosen = tuple(candidates[:count])
-    if config.sync.address is not None and sum(local_ranks[rank] == 0 for rank in chosen) > 1:
+    ranks = tuple(sorted(range(world_size), key=lambda rank: (local_ranks[rank], rank))[:count])
+    if address is not None and sum(local_ranks[rank] == 0 for rank in ranks) > 1:
         raise ConfigError(
-            f"rollout.drivers={count} are on several machines, and sync.address={config.sync.address} is an address of "
-            "one; set sync.address=null, or rollout.drivers=1"
+            f"rollout.drivers={count} are on several machines, and sync.address={address} is an address of one; set "
+            "sync.address=null, or rollout.drivers=1"
         )
-    return chosen
+    return ranks
 
 
 def start_engines(
