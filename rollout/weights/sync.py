@@ -3,8 +3,8 @@
     the trainer's canary ─► pause the engines ─► send the weights ─► versions, caches, resume ─► the engines' canary
 
 The engines belong to one rank or (colocated) to several; version and canary are checked for each. Over gloo each rank
-sends its part of the weights to all engines. vLLM's transport `nccl` has one sender, the rank with the engines, to
-which each bucket is gathered once. Over `cuda_ipc` each rank with an engine gets the buckets and hands them to its own.
+sends its part of the weights to all engines. Over vLLM's transport `nccl` each rank with engines gets the buckets and
+sends them in a group with the workers of its own engines; over `cuda_ipc` it hands them to its own engine.
 
 After each phase the ranks exchange its outcome, with a deadline: a failure on one rank raises the same `SyncError` on
 all. While weights may be partly replaced, the engine labels them as unusable, so that no client samples from an engine
@@ -369,7 +369,7 @@ class WeightSync:
         return self._address
 
     def _init_info(self, receivers: list[Receivers]) -> TrainerInitInfo:
-        """Return vLLM's settings of the transport, in which every rank with engines has rank 0."""
+        """Return vLLM's settings of the transport, in which every rank with engines has rank 0 of a group of its own."""
         hosts = self._engines.hosts
         rank = 0 if hosts else 1
         buffer_bytes = max(self._bucket_bytes, *self._sizes)  # vLLM refuses a tensor that is larger than its buffer

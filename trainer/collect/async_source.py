@@ -74,7 +74,7 @@ class _Work:
 
 
 class _Orders(NamedTuple):
-    """What rank 0 has decided in one round."""
+    """Decisions of rank 0 in one round."""
 
     begun: Sequence[int] = ()
     """Places whose groups begin."""

@@ -68,11 +68,11 @@ class Drivers:
         if self._distributed is None:
             return list(take())
 
-        def taken() -> tuple[list[T], bytes]:
+        def take_packed() -> tuple[list[T], bytes]:
             records = list(take())
             return ([], pack(records)) if records and not self.is_main else (records, b"")
 
-        own, payload = self._distributed.together(taken)
+        own, payload = self._distributed.together(take_packed)
         payloads = self._distributed.gather_to_main(payload)
         if not self.is_main:
             return []
@@ -156,10 +156,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Prompt | Routes):
             return NotImplemented
-        return _made, (type(obj), {field.name: getattr(obj, field.name) for field in fields(obj)})
+        return _rebuild, (type(obj), {field.name: getattr(obj, field.name) for field in fields(obj)})
 
 
-def _made(kind: Callable[..., Any], values: dict[str, Any]) -> Any:
+def _rebuild(kind: Callable[..., Any], values: dict[str, Any]) -> Any:
     return kind(**values)
 
 

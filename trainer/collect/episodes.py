@@ -60,7 +60,7 @@ class Episodes:
         rows = drivers.together(lambda: read(list(own.values())))
         complete: deque[list[Rollout]] = deque()
         """Groups of this rank that rank 0 has not received."""
-        found: dict[int, list[Rollout]] = {}
+        groups: dict[int, list[Rollout]] = {}
         scoring: list[asyncio.Task[None]] = []
         slots = rewards.slots()
         is_scored_at_once = rewards.compares_batches
@@ -88,16 +88,16 @@ class Episodes:
 
         async def finish() -> None:
             if is_scored_at_once and drivers.is_main:
-                rollouts = [rollout for group_id in sorted(found) for rollout in found[group_id]]
+                rollouts = [rollout for group_id in sorted(groups) for rollout in groups[group_id]]
                 scored = await rewards.score(rollouts, tally=tally, is_shaped=is_shaped, slots=slots)
                 complete.extend(list(group) for _, group in groupby(scored, key=lambda rollout: rollout.group_id))
             await asyncio.gather(*scoring)
 
         def receive(group: list[Rollout]) -> None:
             group_id = group[0].group_id
-            for rollout in group if group_id not in found and group_id not in own else ():
+            for rollout in group if group_id not in groups and group_id not in own else ():
                 on_rollout(rollout)
-            found[group_id] = group
+            groups[group_id] = group
 
         def take() -> list[list[Rollout]]:
             return [complete.popleft() for _ in range(len(complete))]
@@ -114,7 +114,7 @@ class Episodes:
             for other in drivers.gather(lambda: [] if drivers.is_main else [tally]):
                 tally.add(other)
             drivers.together(lambda: rewards.refuse_errors(tally) if drivers.is_main else None)
-        return [found[group_id] for group_id in sorted(found)]
+        return [groups[group_id] for group_id in sorted(groups)]
 
     def hand_over(self) -> None:
         """Add to the counts of rank 0, for its metrics and limits, those of the other drivers; a collective."""

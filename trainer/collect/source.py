@@ -118,7 +118,7 @@ class Collector(RolloutSource):
             places = self._drivers.decide(begin)
             if not places:
                 break
-            found = self._episodes.groups(
+            sampled_groups = self._episodes.groups(
                 places,
                 self._prompts.rows,
                 samples_per_prompt=settings.samples_per_prompt,
@@ -128,7 +128,7 @@ class Collector(RolloutSource):
                 first_group=num_begun,
                 on_rollout=on_rollout,
             )
-            groups += zip(places, found, strict=True) if self._drivers.is_main else ()
+            groups += zip(places, sampled_groups, strict=True) if self._drivers.is_main else ()
             num_begun += len(places)
         return groups
 
