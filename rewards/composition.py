@@ -79,8 +79,8 @@ class FaultTolerance:
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Values and errors since metrics were last taken."""
+class Tally:
+    """Values and errors of reward calls."""
 
     values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By name of the function."""
@@ -90,6 +90,16 @@ class _Tally:
     """First error, in words."""
     meters: defaultdict[str, Meter] = field(default_factory=lambda: defaultdict(Meter))
     """Measures of the functions themselves, by name of the function."""
+
+    def add(self, other: Tally) -> None:
+        """Add those of other calls."""
+        for name, values in other.values.items():
+            self.values[name] += values
+        self.num_calls += other.num_calls
+        self.errors.update(other.errors)
+        self.first = self.first or other.first
+        for name, meter in other.meters.items():
+            self.meters[name].merge(meter.sums, meter.counts)
 
 
 class RewardSet:
@@ -107,7 +117,7 @@ class RewardSet:
         self._rewards = tuple(rewards)
         self._tolerance = tolerance or FaultTolerance()
         self._shaping = shaping or Shaping()
-        self._tally = _Tally()
+        self._tally = Tally()
         self.num_updates = 0
         """Optimizer updates of the run, for functions that ask; 0: unknown."""
 
@@ -146,7 +156,7 @@ class RewardSet:
         self,
         rollouts: Sequence[Rollout],
         *,
-        in_metrics: bool = True,
+        tally: Tally | None = None,
         is_shaped: bool = True,
         slots: Slots | None = None,
     ) -> list[Rollout]:
@@ -160,7 +170,7 @@ class RewardSet:
 
         Raises `RewardError` for an outcome with the action `raise`.
 
-        in_metrics: False keeps rollouts that are not trained out of `take_metrics`, and raises for too many errors.
+        tally: counts these calls, so that `take_metrics` leaves them out; None: that of this set.
         is_shaped: False leaves the shaping out, for evaluation. slots: shared with other calls; None: its own.
         """
         alive = [index for index, rollout in enumerate(rollouts) if _is_scored(rollout)]
@@ -169,19 +179,17 @@ class RewardSet:
         meters = [Meter(num_updates=self.num_updates) for _ in self._rewards]
         judging = zip(self._rewards, meters, strict=True)
         columns = await asyncio.gather(*(self._judge(reward, batch, slots, meter) for reward, meter in judging))
-        tally = self._tally if in_metrics else _Tally()  # looked up late: metrics may be taken during the await
+        tally = self._tally if tally is None else tally  # looked up late: metrics may be taken during the await
         for reward, verdicts, meter in zip(self._rewards, columns, meters, strict=True):
             tally.meters[reward.name].merge(meter.sums, meter.counts)
             self._count(reward, batch, verdicts, tally)
-        if not in_metrics:
-            self.refuse_errors(tally)
         scored_rollouts = list(rollouts)
         for index, verdicts in zip(alive, zip(*columns, strict=True), strict=True):
             scored_rollouts[index] = self._combine(rollouts[index], verdicts, tally)
         return self._shaping.apply_to(scored_rollouts) if is_shaped else scored_rollouts
 
-    def refuse_errors(self, tally: _Tally | None = None) -> None:
-        """Raise `RewardError` if too large a share of the calls since the last `take_metrics` are errors."""
+    def refuse_errors(self, tally: Tally | None = None) -> None:
+        """Raise `RewardError` if too large a share of the calls are errors. tally: None: since `take_metrics`."""
         tally = tally or self._tally
         number, limit = sum(tally.errors.values()), self._tolerance.max_error_rate
         if number > limit * tally.num_calls:
@@ -190,9 +198,18 @@ class RewardSet:
                 f"(reward.max_error_rate); the first one: {tally.first}"
             )
 
+    def take_tally(self) -> Tally:
+        """Return the counts since the last call, for `add` on another rank."""
+        tally, self._tally = self._tally, Tally()
+        return tally
+
+    def add(self, tally: Tally) -> None:
+        """Add the counts of another rank."""
+        self._tally.add(tally)
+
     def take_metrics(self) -> dict[str, float]:
         """Return means and measures by function and counts of errors since the last call of this method."""
-        tally, self._tally = self._tally, _Tally()
+        tally = self.take_tally()
         names = (reward.name for reward in self._rewards)
         metrics = {
             f"reward/{name}/mean": math.fsum(values) / len(values) for name in names if (values := tally.values[name])
@@ -213,7 +230,7 @@ class RewardSet:
         batch = function if isinstance(function, BatchReward) else each(function)
         return await batch.judge(rollouts, meter, slots=slots, timeout_s=timeout_s, by_turn=by_turn)
 
-    def _count(self, reward: Reward, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], tally: _Tally) -> None:
+    def _count(self, reward: Reward, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], tally: Tally) -> None:
         tally.num_calls += len(verdicts)
         for rollout, verdict in zip(rollouts, verdicts, strict=True):
             if verdict.outcome is Outcome.VALUE:
@@ -225,7 +242,7 @@ class RewardSet:
                 if self._tolerance.on_error.get(verdict.outcome) == "raise":
                     raise RewardError(sentence)
 
-    def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict], tally: _Tally) -> Rollout:
+    def _combine(self, rollout: Rollout, verdicts: Sequence[Verdict], tally: Tally) -> Rollout:
         values: dict[str, float] = {}
         by_turn: list[tuple[float, ...]] = []
         for reward, verdict in zip(self._rewards, verdicts, strict=True):

@@ -128,7 +128,7 @@ def to_json(rollout: Rollout, *, shares_prompts: bool = False) -> dict[str, Any]
     calls = []
     for call in rollout.calls:
         base = indices.get(id(call.prompt.base)) if shares_prompts else None
-        calls.append(call_to_json(call, base=base))
+        calls.append(_call_to_json(call, base=base))
         indices[id(call)] = len(indices)
     data = {name: getattr(rollout, name) for name in PLAIN_FIELDS} | {
         "messages": [dict(message) for message in rollout.messages],
@@ -204,7 +204,7 @@ def _calls_from_json(data: list[dict[str, Any]]) -> tuple[EngineCall, ...]:
     return tuple(calls)
 
 
-def call_to_json(call: EngineCall, *, base: int | None = None) -> dict[str, Any]:
+def _call_to_json(call: EngineCall, *, base: int | None = None) -> dict[str, Any]:
     """Return a call as JSON. base: index of the call that its prompt builds on; None writes the whole prompt."""
     if base is None:
         data: dict[str, Any] = {"prompt_ids": call.prompt_ids}
@@ -250,10 +250,6 @@ def _routes_from_json(data: Mapping[str, Any], base: EngineCall | None) -> Route
     own = np.frombuffer(raw, dtype=dtype).reshape(shape)
     (num_shared,) = token_ids("routes", [data["shared"]])
     return Routes(own=own, base=base.routes if base is not None and num_shared else None, num_shared=num_shared)
-
-
-def call_from_json(data: dict[str, Any]) -> EngineCall:
-    return _call_from_json(data, Prompt(own_ids=tuple(data["prompt_ids"])))
 
 
 def _call_from_json(data: dict[str, Any], prompt: Prompt) -> EngineCall:

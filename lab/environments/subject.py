@@ -16,7 +16,7 @@ from lockstep.lab.environments.watched_environment import (
     Watched,
     watch_environment,
 )
-from lockstep.rewards.composition import RewardSet
+from lockstep.rewards.composition import RewardSet, Tally
 from lockstep.rewards.outcomes import Outcome
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.chat.messages import Tools
@@ -154,7 +154,8 @@ class Subject:
         )
         collect = partial(sampler.collect, sampling=self.sampling, step=0)
         try:
-            return await collect(rows, samples_per_prompt=samples, first_group=first_group)
+            group_ids = range(first_group, first_group + len(rows))
+            return await collect(rows, samples_per_prompt=samples, group_ids=group_ids)
         except Exception as error:  # of a user's file, or of a row that it refuses
             text = self._raised("the episode", error)
             return [
@@ -182,7 +183,9 @@ class Subject:
 
         Raises `Hung` after `MAX_TIMEOUTS` calls of reward functions that did not return.
         """
-        scored_rollouts = await self.rewards.score(rollouts, in_metrics=False, is_shaped=False)
+        tally = Tally()
+        scored_rollouts = await self.rewards.score(rollouts, tally=tally, is_shaped=False)
+        self.rewards.refuse_errors(tally)
         sizes = Counter(rollout.group_id for rollout in rollouts)
         for before, after in zip(rollouts, scored_rollouts, strict=True):
             is_alone = self.rewards.compares_groups and sizes[after.group_id] == 1

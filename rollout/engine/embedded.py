@@ -438,7 +438,8 @@ class EmbeddedEngine:
 
     def _dead(self, action: str) -> EngineError:
         return EngineError(
-            f"cannot {action}: the engine is dead; resume the run from its last checkpoint\n{_log_tail(self.log_path)}"
+            f"cannot {action}: the engine is dead ({self.name}); resume the run from its last checkpoint\n"
+            f"{_log_tail(self.log_path)}"
         )
 
 

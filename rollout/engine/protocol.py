@@ -1,7 +1,7 @@
 """Engine protocols: token ids in, token ids with evidence out. Text never crosses them.
 
 Engine            sampler of episodes: `rollout/engine/pool.py` or one of the following
-PooledEngine      pool member, possibly of another rank (`rollout/server/remote_rank_engine.py`)
+PooledEngine      pool member
 SyncedEngine      engine whose weights this rank replaces (`rollout/engine/embedded.py`,
                   `rollout/server/server_engine.py`)
 SleepingEngine    synced engine that can free its memory between rollouts

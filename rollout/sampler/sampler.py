@@ -63,6 +63,16 @@ class Sampler:
         self._faults.clear()
         return metrics
 
+    def take_faults(self) -> dict[str, int]:
+        """Return what `take_metrics` counts, since the last call, for `add_faults` on another rank."""
+        faults = dict(self._faults)
+        self._faults.clear()
+        return faults
+
+    def add_faults(self, faults: Mapping[str, int]) -> None:
+        """Add the counts of another rank."""
+        self._faults.update(faults)
+
     async def collect(
         self,
         examples: Sequence[Mapping[str, Any]],
@@ -70,7 +80,7 @@ class Sampler:
         samples_per_prompt: int,
         sampling: Sampling,
         step: int,
-        first_group: int = 0,
+        group_ids: Sequence[int] | None = None,
         on_rollout: OnRollout = lambda rollout: None,
         on_group: OnGroup = lambda group: None,
         run: RunEpisode | None = None,
@@ -85,11 +95,12 @@ class Sampler:
         the engine died, and `ConfigError`; the remaining episodes are canceled.
 
         step: part of the seeds, so that the same prompt gets other samples in another step.
-        first_group: group ids are prompt indices from here on (for a batch that completes an earlier one of the same
-        step); rollout ids are `group id x samples_per_prompt + sample index`.
+        group_ids: one per example, in ascending order; None: indices of the examples. Rollout ids are `group id x
+        samples_per_prompt + sample index`.
         on_group: receives the rollouts of each prompt, in order, when the last of them has ended.
         run: from `open`, to share a gateway between batches; None: open one for this batch alone.
         """
+        example_of = dict(zip(range(len(examples)) if group_ids is None else group_ids, examples, strict=True))
         lost_groups: dict[int, str] = {}
         ended: defaultdict[int, list[Rollout]] = defaultdict(list)
 
@@ -107,14 +118,14 @@ class Sampler:
                 rollout_id=rollout_id,
                 group_id=rollout_id // samples_per_prompt,
                 calls=(),
-                example=examples[rollout_id // samples_per_prompt - first_group],
+                example=example_of[rollout_id // samples_per_prompt],
                 status=RolloutStatus.FAILED,
                 error=reason,
             )
 
         async def sample(run: RunEpisode, rollout_id: int) -> None:
             group_id = rollout_id // samples_per_prompt
-            example = examples[group_id - first_group]
+            example = example_of[group_id]
             reason = ""
             for attempt in range(1 + REISSUES):
                 try:
@@ -144,9 +155,9 @@ class Sampler:
         shared = self.open(sampling) if run is None else nullcontext(run)
         try:
             async with shared as runner, asyncio.TaskGroup() as group:
-                first, count = first_group * samples_per_prompt, len(examples) * samples_per_prompt
-                for rollout_id in range(first, first + count):
-                    group.create_task(sample(runner, rollout_id))
+                for group_id in example_of:
+                    for index in range(samples_per_prompt):
+                        group.create_task(sample(runner, group_id * samples_per_prompt + index))
         except* Exception as failures:
             raise failures.exceptions[0] from None  # the first is the cause of the others
         self._faults["groups_lost_to_engine"] += len(lost_groups)

@@ -1,1 +1,1 @@
-"""Engines over HTTP: vLLM servers and the engines of other ranks."""
+"""Engines over HTTP: vLLM servers."""

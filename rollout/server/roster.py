@@ -4,9 +4,9 @@
        ▲                                                                                            │
        └──────────── answers again, or a new address: connected in the background ◄────────────────┘
 
-A server is known by its address and its process: one that was restarted, or stopped and continued, joins like a new one.
-Servers join only at a weight sync, when no weights move, and sample only after the sync that sent to them has verified
-version and canary. Requests of a lost server are sent again to the others (`rollout/engine/pool.py`).
+A server is known by its address and its process: one that was restarted, or stopped and continued, joins like a new
+one. Servers join only at a weight sync, when no weights move, and sample only after the sync that sent to them has
+verified version and canary. Requests of a lost server are sent again to the others (`rollout/engine/pool.py`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     the trainer's canary ─► pause the engines ─► send the weights ─► versions, caches, resume ─► the engines' canary
 
 The engines belong to one rank or (colocated) to several; version and canary are checked for each. Over gloo each rank
-sends its part of the weights to all engines. vLLM's transport `nccl` has one sender, the rank with the engines, to
-which each bucket is gathered once. Over `cuda_ipc` each rank with an engine gets the buckets and hands them to its own.
+sends its part of the weights to all engines. Over vLLM's transport `nccl` each rank with engines gets the buckets and
+sends them in a group with the workers of its own engines; over `cuda_ipc` it hands them to its own engine.
 
 After each phase the ranks exchange its outcome, with a deadline: a failure on one rank raises the same `SyncError` on
 all. A server that dies or hangs fails alone: the sync goes on with the others, and servers that wait join at its
@@ -21,6 +21,7 @@ import math
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,7 +73,7 @@ class SyncReport:
     canary_image_diff: float = math.nan
     """Largest |Δ log π| over the row with an image and engines; NaN if it was not scored."""
     changes: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of engines that left and joined this rank since the last sync."""
+    """Metrics of servers that left and joined since the last sync, over all ranks."""
 
     @property
     def gb_per_s(self) -> float:
@@ -217,7 +218,9 @@ class WeightSync:
         for pace in [self._pace] * is_due + [self._long_pace] * is_long:
             pace.ended(canary_s)
         self._names()  # raises without engines
-        self._roster.serve()
+        changes: Counter[str] = Counter()
+        for own in phase("serving", self._serve):
+            changes.update(own)
         long = [one.long for one in results.values() if one.long is not None]
         worst = max(((one.differences[one.worst], one.limits[one.worst]) for one in long), default=(math.nan, math.nan))
         return SyncReport(
@@ -230,7 +233,7 @@ class WeightSync:
             canary_long_diff=worst[0],
             canary_long_limit=worst[1],
             canary_image_diff=max((one.image for one in results.values() if one.image is not None), default=math.nan),
-            changes=self._roster.metrics(),
+            changes=changes,
         )
 
     def _names(self, *, renewed: bool = False) -> list[str]:
@@ -255,6 +258,10 @@ class WeightSync:
             reasons = "; ".join(lost.values()) or "none serves, and none waits to join"
             raise EngineLostError(f"no engine is left: {reasons}")
         return names
+
+    def _serve(self) -> Mapping[str, float]:
+        self._roster.serve()
+        return self._roster.metrics()
 
     def _wake(self, part: str) -> None:
         release_cached_memory()  # in this thread, which has the trainer's device; the engines' loop would use GPU 0
@@ -477,7 +484,7 @@ class WeightSync:
         return self._address
 
     def _init_info(self) -> TrainerInitInfo:
-        """Return vLLM's settings of the transport, in which every rank with engines has rank 0."""
+        """Return vLLM's settings of the transport, in which each rank with engines has rank 0 of its own group."""
         hosts = self._engines.hosts
         rank = 0 if hosts else 1
         buffer_bytes = max(self._bucket_bytes, *self._sizes)  # vLLM refuses a tensor that is larger than its buffer

@@ -1,4 +1,4 @@
-"""An engine on every rank: both get the merged weights, sample for rank 0, and sleep while the trainer computes."""
+"""An engine on every rank: both get the merged weights, sample for their rank, and sleep while the trainer computes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def test_both_engines_get_the_weights_and_sample_with_them(ranks: list[dict]) ->
     for rank in ranks:
         assert [sync["version"] for sync in rank["syncs"]] == [1, 2]
         assert max(sync["canary"] for sync in rank["syncs"]) < 1e-4
-    for version, sync in enumerate(ranks[0]["syncs"], start=1):
-        assert sync["versions"] == [version]
-        assert sync["mismatch"] < 1e-4
-    assert [sync["answered"] for sync in ranks[1]["syncs"]] == [3, 6], "half of the prompts, in either round"
-    assert ranks[0]["seeds"], "the tokens of a request do not depend on its engine"
+        for version, sync in enumerate(rank["syncs"], start=1):
+            assert sync["versions"] == [version]
+            assert sync["mismatch"] < 1e-4
+            assert sync["same tokens"], "the tokens of a request do not depend on its engine"
 
 
 def test_an_engine_allocates_its_cache_after_the_trainer_has_sent_the_weights(ranks: list[dict]) -> None:
@@ -43,8 +42,9 @@ def test_a_sleeping_engine_refuses_to_name_its_version(ranks: list[dict]) -> Non
         assert "asleep" in rank["asleep"]
 
 
-def test_a_killed_engine_of_another_rank_is_an_error_that_names_it(ranks: list[dict]) -> None:
-    assert ranks[0]["killed"].startswith("EngineError: the engine of rank 1: cannot sample: the engine is dead")
+def test_a_killed_engine_is_an_error_that_names_it(ranks: list[dict]) -> None:
+    assert ranks[0]["killed"] is None
+    assert ranks[1]["killed"].startswith("EngineError: cannot sample: the engine is dead (the engine of rank 1)")
 
 
 @pytest.mark.slow

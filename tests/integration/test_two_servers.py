@@ -7,12 +7,16 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import perturb
 from tests.fixtures.remote import trained
@@ -57,6 +61,35 @@ def test_two_ranks_under_zero3_train_two_updates_with_two_servers(
     assert run.returncode == 0, output[-2000:] + errors[-5000:]
     check_run(run_directory(tmp_path), updates=2)
     assert [weight_version(server) for server in servers] == ["2", "2"]
+
+
+def test_a_driver_per_server_has_the_rollouts_and_weights_of_one_driver(
+    servers: list[EngineServer], forked_servers: ForkedServers, tmp_path: Path
+):
+    runs = []
+    for drivers in (1, 2):
+        directory = tmp_path / str(drivers)
+        directory.mkdir()
+        urls = [server.url for server in servers]
+        settings = {"rollout.drivers": drivers, "rollout.prompts_per_step": 3, "updates": 3, "eval.every": 3}
+        settings["data.heldout_path"] = directory / "rows.jsonl"
+        (directory / "first.py").write_text("def first(rollout): return float(rollout.calls[0].sampled_ids[0] % 3)\n")
+        settings["reward.functions"] = f"[{directory}/first.py:first]"
+        run = launch_run(urls, forked_servers.model, directory, **settings)
+        output, errors = run.communicate(timeout=540)
+        assert run.returncode == 0, output[-2000:] + errors[-5000:]
+        assert [weight_version(server) for server in servers] == ["3", "3"]
+        runs.append(run_directory(directory))
+    files = sorted(path.relative_to(runs[0]) for path in runs[0].rglob("*/*.jsonl"))
+    assert len(files) == 4, "three steps, and an evaluation"
+    for file in files:
+        expected, found = ([replace(each, duration_s=0.0) for each in read_rollouts(run / file)] for run in runs)
+        assert found == expected, file
+    expected_weights, found_weights = (load_file(run / "model/model.safetensors") for run in runs)
+    start = load_file(forked_servers.model / "model.safetensors")
+    assert any(not torch.equal(found_weights[name], start[name]) for name in found_weights), "else nothing was trained"
+    for name, expected_weight in expected_weights.items():
+        assert torch.equal(found_weights[name], expected_weight), name
 
 
 @pytest.mark.parametrize(

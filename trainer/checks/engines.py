@@ -26,6 +26,18 @@ def engine_problems(
             f"rollout.urls={settings.urls} is for rollout.engine=server, found rollout.engine={settings.engine}; "
             "set rollout.engine=server, or rollout.urls=[]"
         )
+    watched = list(filter(is_watched, settings.urls))
+    if watched and (settings.drivers or 1) > 1:
+        yield (
+            f"rollout.drivers={settings.drivers} have fixed shares of named servers, and {watched[0]} in rollout.urls "
+            "stands for changing ones; set rollout.drivers=1, or name all servers"
+        )
+    elif settings.engine == "server" and settings.urls and (settings.drivers or 0) > len(settings.urls):
+        number = len(settings.urls)
+        yield (
+            f"rollout.drivers={settings.drivers} have a server each at least, and rollout.urls has {number}; set "
+            f"rollout.drivers={number} or less"
+        )
     if settings.engine == "colocated" and settings.sleep_level and settings.max_staleness:
         yield (
             f"rollout.max_staleness={settings.max_staleness} samples while the trainer computes, when rollout.engine="

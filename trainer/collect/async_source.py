@@ -5,8 +5,10 @@
     groups    ═══╪════════════════════╪═════════════╡ trained by the update after version 8
                  └─ begun at v7       └─ new weights arrive while it is sampled: its tokens carry v7 and v8
 
-Groups begin only in `collect`, so the state that a checkpoint saves between two steps does not move. Between steps
-their episodes continue in the background loop, and each group is scored as soon as it is complete.
+Rank 0 decides which groups begin and which batch is ready; drivers sample and score their groups, and hand complete
+ones to rank 0 in `collect` (`trainer/collect/driving.py`). Groups begin only in `collect`, so the state that a
+checkpoint saves between two steps does not move. Between steps their episodes continue in the background loop of each
+driver, and each group is scored as soon as it is complete.
 
 Staleness is bounded where groups begin (back-pressure): at most 1 + S batches are begun and untrained, where S batches
 of updates fit into `max_staleness`. Trained in the order of their beginning, none would be too old. A group may
@@ -23,9 +25,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from lockstep.rewards.composition import Tally
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import OnRollout, RunEpisode, Sampler
+from lockstep.trainer.collect.driving import end
 from lockstep.trainer.collect.groups import Collected, Group, is_kept, rewards_of
 from lockstep.trainer.collect.source import RolloutSource
 from lockstep.trainer.config.schema import Config
@@ -33,9 +37,7 @@ from lockstep.trainer.data.prompts import Row
 from lockstep.trainer.stopwatch import Stopwatch
 
 GROUPS_SCORED_AT_ONCE = 4
-"""Groups in scoring; each scores up to 16 rollouts at once (`rewards.composition.FaultTolerance.concurrency`)."""
-END_S = 10.0
-"""Time for cancelled episodes to end [s]; a tool that does not return is left to the end of the process."""
+"""Groups in scoring on a driver; each scores up to 16 rollouts at once (`rewards.composition.FaultTolerance`)."""
 
 
 class _Complete(NamedTuple):
@@ -44,33 +46,46 @@ class _Complete(NamedTuple):
     """Greedy answer to its prompt; empty if the advantage does not need it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Work:
-    """A group from its beginning until it is trained or dropped."""
+    """A group from its beginning until it is trained or dropped, as rank 0 knows it."""
 
     place: int
     """Place of its prompt in the data; also its group id."""
-    row: Row
     begun: int
     """Version of the engine's weights at its beginning: none of its tokens is older."""
-    task: asyncio.Task[_Complete]
+    result: _Complete | None = None
+    """None until its driver has handed it over."""
 
     @property
     def is_complete(self) -> bool:
-        return self.task.done()
+        return self.result is not None
+
+    @property
+    def group(self) -> Group:
+        """Its rollouts; empty if it is incomplete."""
+        return self.result.group if self.result is not None else ()
 
     @property
     def oldest_version(self) -> int:
         """Version of its oldest token; a lower bound if it is incomplete."""
-        if not self.is_complete:
-            return self.begun
-        rollouts = [rollout for rollout in self.task.result().group if rollout.is_trainable]
-        calls = [call for rollout in rollouts for call in rollout.calls if call.sampled_ids]
+        calls = [call for rollout in self.group if rollout.is_trainable for call in rollout.calls if call.sampled_ids]
         return min((call.oldest_version for call in calls), default=self.begun)
 
 
+class _Orders(NamedTuple):
+    """Decisions of rank 0 in one round."""
+
+    begun: Sequence[int] = ()
+    """Places whose groups begin."""
+    dropped: Sequence[int] = ()
+    """Places whose groups end: they are too old."""
+    is_ready: bool = False
+    """True if a batch is complete."""
+
+
 class Producer(RolloutSource):
-    """Asynchronous source. Its state changes only in the background loop, during `collect`."""
+    """Asynchronous source. Its state changes only during `collect`."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         """parts: see `RolloutSource`."""
@@ -80,59 +95,73 @@ class Producer(RolloutSource):
         self._updates_per_step = config.algorithm.epochs * config.algorithm.minibatches
         self._scoring = asyncio.Semaphore(GROUPS_SCORED_AT_ONCE)
         self._shared = AsyncExitStack()
+        self._is_open = False
         self._run_episode: RunEpisode | None = None
+        self._tasks: dict[int, asyncio.Task[_Complete]] = {}
+        """Groups of this rank that it has not handed to rank 0, by place."""
         self._works: list[_Work] = []
-        """Groups that are neither trained nor dropped, in the order of their beginning."""
+        """On rank 0, groups that are neither trained nor dropped, in the order of their beginning."""
 
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
     ) -> Collected:
-        """As `RolloutSource.collect`. Seeds depend on the place of a prompt in the data, not on the step."""
-        sampler = self._sampler
+        """As `RolloutSource.collect`. Seeds depend on the place of a prompt in the data, not on the step.
+
+        on_rollout: called with the rollouts of all drivers when their group is complete.
+        """
+        drivers = self._drivers
+        drivers.renew()
         with watch.stage("wait"):
-            return self._distributed.together(
-                lambda: Collected() if sampler is None else self._loop.run(self._collect(sampler, version, on_rollout))
+            if not self._is_open:
+                drivers.run(self._open())
+                self._is_open = True
+            silent: list[_Work] = []  # groups without spread, under dynamic sampling
+            too_old: Sequence[_Work] | None = None
+            batch: Sequence[_Work] | None = None
+            shown_places: set[int] = set()
+            arrived: list[tuple[int, _Complete]] = []
+
+            def decide() -> _Orders:
+                nonlocal too_old, batch
+                works = {work.place: work for work in self._works}
+                for place, result in arrived:
+                    works[place].result = result
+                dropped: Sequence[_Work] = ()
+                if too_old is None:
+                    limit = version - self._max_staleness
+                    too_old = dropped = self._remove([work for work in self._works if work.oldest_version < limit])
+                silent.extend(self._deliver([w for w in self._complete() if not is_kept(w.group, self._algorithm)]))
+                begun = self._begin(self._room(version), version)
+                for work in self._complete():
+                    for rollout in work.group if work.place not in shown_places else ():
+                        on_rollout(rollout)
+                    shown_places.add(work.place)
+                batch = self._ready(version, num_silent=len(silent))
+                return _Orders(begun, [work.place for work in dropped], is_ready=batch is not None)
+
+            arrived = drivers.gather(lambda: self._drivers.loop.run(self._take_complete()))
+            while not (orders := _Orders(*drivers.decide(decide))).is_ready:
+                arrived = drivers.gather(lambda: self._drivers.loop.run(self._advance(orders)))
+            drivers.together(lambda: self._drivers.loop.run(self._start(orders)))
+            self._episodes.hand_over()
+            is_main, late = drivers.is_main, len(too_old or ())
+            return drivers.together(
+                lambda: (
+                    self._collected(self._deliver(batch or ()), silent, num_too_old=late) if is_main else Collected()
+                )
             )
 
     def forget(self) -> None:
-        if self._sampler is not None:
-            self._loop.run(self._cancel())
+        self._drivers.loop.run(self._cancel())
         self._prompts.restore(self._prompts.position)
         self._take_metrics()  # of rollouts that are sampled again
 
     def close(self) -> None:
         """Cancel groups in flight. Their prompts stay `unfinished`, so that a resumed run samples them again."""
-        if self._sampler is not None:
-            self._loop.run(self._cancel())
-            self._loop.run(self._shared.aclose())
+        self._drivers.loop.run(self._cancel())
+        self._drivers.loop.run(self._shared.aclose())
 
-    async def _collect(self, sampler: Sampler, version: int, on_rollout: OnRollout) -> Collected:
-        """Wait for a batch. Raises the first failure of any group."""
-        if self._run_episode is None:
-            self._run_episode = await self._shared.enter_async_context(sampler.open(self._sampling))
-        too_old = [work for work in self._works if work.oldest_version < version - self._max_staleness]
-        self._remove(too_old)
-        silent: list[_Work] = []  # groups without spread, under dynamic sampling
-        shown_places: set[int] = set()
-        while True:
-            silent += self._deliver(
-                [w for w in self._complete() if not is_kept(w.task.result().group, self._algorithm)]
-            )
-            self._begin(sampler, self._room(version), version)
-            for work in self._complete():
-                for rollout in work.task.result().group if work.place not in shown_places else ():
-                    on_rollout(rollout)
-                shown_places.add(work.place)
-            batch = self._ready(version, num_silent=len(silent))
-            if batch is not None:
-                break
-            await asyncio.wait(
-                [work.task for work in self._works if not work.is_complete], return_when=asyncio.FIRST_COMPLETED
-            )
-        self._deliver(batch)
-        return self._collected(batch, silent, num_too_old=len(too_old))
-
-    # Groups in flight
+    # Groups in flight, as rank 0 decides
 
     def _complete(self) -> list[_Work]:
         return [work for work in self._works if work.is_complete]
@@ -143,17 +172,14 @@ class Producer(RolloutSource):
         steps_ahead = min(1 + self._max_staleness // self._updates_per_step, max(steps_left, 1))
         return steps_ahead * self._batch - len(self._works)
 
-    def _begin(self, sampler: Sampler, count: int, version: int) -> None:
-        for place, row in self._prompts.begin(max(count, 0)):
-            task = asyncio.get_running_loop().create_task(self._make(sampler, place, row))
-            # Else asyncio logs the failures of groups that were dropped or cancelled, whose results are not read.
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._works.append(_Work(place=place, row=row, begun=version, task=task))
+    def _begin(self, count: int, version: int) -> list[int]:
+        places = self._prompts.begin(max(count, 0))
+        self._works += [_Work(place=place, begun=version) for place in places]
+        return places
 
     def _remove(self, works: Sequence[_Work]) -> Sequence[_Work]:
-        """Remove groups for good: cancel those in flight and mark their prompts as finished."""
+        """Remove groups for good: mark their prompts as finished."""
         for work in works:
-            work.task.cancel()
             self._works.remove(work)
         self._prompts.finish(work.place for work in works)
         return works
@@ -161,7 +187,7 @@ class Producer(RolloutSource):
     def _deliver(self, works: Sequence[_Work]) -> Sequence[_Work]:
         """Remove complete groups after their results are reported to the curriculum."""
         for work in works:
-            self._prompts.learn(work.place, rewards_of(work.task.result().group))
+            self._prompts.learn(work.place, rewards_of(work.group))
         return self._remove(works)
 
     def _ready(self, version: int, *, num_silent: int) -> list[_Work] | None:
@@ -179,14 +205,45 @@ class Producer(RolloutSource):
                     return None
         return batch
 
-    async def _cancel(self) -> None:
-        for work in self._works:
-            work.task.cancel()
-        if self._works:
-            await asyncio.wait([work.task for work in self._works], timeout=END_S)
-        self._works.clear()
+    # Groups in flight on this rank
 
-    # One group
+    async def _open(self) -> None:
+        if self._sampler is not None:
+            self._run_episode = await self._shared.enter_async_context(self._sampler.open(self._sampling))
+
+    async def _start(self, orders: _Orders) -> None:
+        """Begin and end groups of this rank."""
+        for place in orders.dropped:
+            if place in self._tasks:
+                self._tasks.pop(place).cancel()
+        own = [place for place in orders.begun if self._drivers.owns(place)]
+        if self._sampler is None or not own:
+            return
+        for place, row in zip(own, self._prompts.rows(own), strict=True):
+            task = asyncio.get_running_loop().create_task(self._make(self._sampler, place, row))
+            # Else asyncio logs the failures of groups that were dropped or canceled, whose results are not read.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._tasks[place] = task
+
+    async def _advance(self, orders: _Orders) -> list[tuple[int, _Complete]]:
+        """Follow the orders, wait for a group of this rank, and return those that are complete."""
+        await self._start(orders)
+        if self._tasks:
+            waiting, seconds = self._tasks.values(), self._drivers.poll_s
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=seconds)
+        return await self._take_complete()
+
+    async def _take_complete(self) -> list[tuple[int, _Complete]]:
+        """Return complete groups by place, once. Raises the failure of a group."""
+        complete = [(place, task.result()) for place, task in self._tasks.items() if task.done()]
+        for place, _ in complete:
+            del self._tasks[place]
+        return complete
+
+    async def _cancel(self) -> None:
+        await end(self._tasks.values())
+        self._tasks.clear()
+        self._works.clear()
 
     async def _make(self, sampler: Sampler, place: int, row: Row) -> _Complete:
         """Sample and score a group, and the greedy answer to its prompt if the advantage needs it."""
@@ -194,23 +251,24 @@ class Producer(RolloutSource):
         if self._config.plan.needs_greedy:
             coroutines.append(self._sample(sampler, place, row, replace(self._sampling, temperature=0.0), 1))
         group, *greedy = await _all(coroutines)
+        tally = Tally()
         async with self._scoring:
             scored_group = await self._rewards.score(group)
-            answers = [answer for one in greedy for answer in await self._rewards.score(one, in_metrics=False)]
+            answers = [answer for one in greedy for answer in await self._rewards.score(one, tally=tally)]
+            self._rewards.refuse_errors(tally)
         return _Complete(group=tuple(scored_group), greedy=tuple(answers))
 
     def _sample(
         self, sampler: Sampler, place: int, row: Row, sampling: Sampling, count: int
     ) -> Coroutine[Any, Any, list[Rollout]]:
         return sampler.collect(
-            [row], samples_per_prompt=count, sampling=sampling, step=0, first_group=place, run=self._run_episode
+            [row], samples_per_prompt=count, sampling=sampling, step=0, group_ids=[place], run=self._run_episode
         )
 
     def _collected(self, batch: Sequence[_Work], silent: Sequence[_Work], *, num_too_old: int) -> Collected:
-        results = [work.task.result() for work in batch]
-        greedy = [answer for result in results for answer in result.greedy]
-        dropped_groups = [work.task.result().group for work in silent]
-        collection = Collected.of([result.group for result in results], dropped_groups, greedy, self._algorithm)
+        greedy = [answer for work in batch if work.result for answer in work.result.greedy]
+        dropped_groups = [work.group for work in silent]
+        collection = Collected.of([work.group for work in batch], dropped_groups, greedy, self._algorithm)
         self._rewards.refuse_errors()
         group_size, num_complete = self._config.rollout.samples_per_prompt, len(self._complete())
         metrics = {

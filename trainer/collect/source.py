@@ -4,68 +4,47 @@
                  ▲                          │
                  └─ other prompts for them ◄┘   `dynamic_sampling`, at most `max_refills` times
 
-A group is scored as soon as it is complete, while others are sampled, unless a function sees the whole batch: groups
-reach reward functions in the order in which they end, which depends on time. The stage `reward` is what scoring still
-takes after the last rollout.
-
-Rank 0 does all of this alone, keeps the records of the curriculum, and broadcasts the position in the data, so ranks
-cannot decide differently. Everything is a function of the seed, the step, the position and these records.
-`trainer/collect/async_source.py` samples while the trainer works.
+Rank 0 chooses the prompts, keeps the records of the curriculum, and broadcasts the position in the data, so ranks
+cannot decide differently. The drivers sample and score (`trainer/collect/episodes.py`). Everything is a function of the
+seed, the step, the position and these records. `trainer/collect/async_source.py` samples while the trainer works.
 """
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
 
-from lockstep.rewards.composition import RewardSet
+from lockstep.rewards.composition import Tally
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.records import Rollout
-from lockstep.rollout.sampler.sampler import OnRollout, Sampler
-from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.sampler.sampler import OnRollout
+from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.groups import Collected, Group, is_kept, rewards_of
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.data.prompts import Position, Prompts, Row
-from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.data.prompts import Position, Prompts
 from lockstep.trainer.stopwatch import Stopwatch
-
-Scoring = asyncio.Task[list[Rollout]]
 
 
 class RolloutSource(ABC):
     """Source of the rollouts of a step."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        distributed: Distributed,
-        loop: BackgroundLoop,
-        sampler: Sampler | None,
-        sampling: Sampling,
-        rewards: RewardSet,
-        prompts: Prompts,
-    ) -> None:
-        """sampler: None on ranks that do not sample."""
+    def __init__(self, config: Config, *, episodes: Episodes, sampling: Sampling, prompts: Prompts) -> None:
         self._config = config
         self._algorithm = config.algorithm
-        self._distributed = distributed
-        self._loop = loop
-        self._sampler = sampler
+        self._episodes = episodes
+        self._drivers = episodes.drivers
+        self._sampler = episodes.sampler
+        self._rewards = episodes.rewards
         self._sampling = sampling
-        self._rewards = rewards
         self._prompts = prompts
 
     @abstractmethod
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
     ) -> Collected:
-        """Return the rollouts of this step; a collective. Raises the error of rank 0 on all ranks.
+        """Return the rollouts of this step; a collective. Raises the error of any rank on all ranks.
 
-        version: weights of the engine, which the rollouts will train.
+        version: weights of the engine, which the rollouts will train. on_rollout: called on rank 0, as in
+        `Episodes.groups`.
         """
 
     @abstractmethod
@@ -91,13 +70,14 @@ class Collector(RolloutSource):
     def collect(
         self, step: int, version: int, watch: Stopwatch, on_rollout: OnRollout = lambda rollout: None
     ) -> Collected:
-        sampler = self._sampler
         self._before = self._prompts.position
-        collection = self._distributed.together(
-            lambda: Collected() if sampler is None else self._collect(sampler, step, watch, on_rollout)
-        )
+        groups = self._sample_groups(step, watch, on_rollout)
+        greedy = self._greedy_answers(groups, step, watch) if self._config.plan.needs_greedy else []
+        self._episodes.hand_over()
+        is_main = self._drivers.is_main
+        collection = self._drivers.together(lambda: self._collected(groups, greedy) if is_main else Collected())
         self._before = None
-        self._prompts.restore(Position(**self._distributed.broadcast(asdict(self._prompts.position))))
+        self._prompts.restore(Position(**self._drivers.decide(lambda: asdict(self._prompts.position))))
         return collection
 
     def forget(self) -> None:
@@ -109,95 +89,60 @@ class Collector(RolloutSource):
     def close(self) -> None:
         """Do nothing: no rollout is in flight between two steps."""
 
-    def _collect(self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
-        groups = self._sample_groups(sampler, step, watch, on_rollout)
-        kept_groups = [(row, group) for _, row, group in groups if is_kept(group, self._algorithm)]
-        dropped_groups = [group for *_, group in groups if not is_kept(group, self._algorithm)]
-        greedy = []
-        if self._config.plan.needs_greedy:
-            greedy = self._greedy_answers(sampler, [row for row, _ in kept_groups], step, watch)
-        collection = Collected.of([group for _, group in kept_groups], dropped_groups, greedy, self._algorithm)
-        for place, _, group in groups:
+    def _collected(self, groups: list[tuple[int, Group]], greedy: list[Group]) -> Collected:
+        """Combine the groups of the step on rank 0. greedy: groups of one answer to the prompt of each kept group."""
+        kept_groups = [group for _, group in groups if is_kept(group, self._algorithm)]
+        dropped_groups = [group for _, group in groups if not is_kept(group, self._algorithm)]
+        answers = [answer for group in greedy for answer in group]
+        collection = Collected.of(kept_groups, dropped_groups, answers, self._algorithm)
+        for place, group in groups:
             self._prompts.learn(place, rewards_of(group))
-        self._prompts.finish(place for place, *_ in groups)
+        self._prompts.finish(place for place, _ in groups)
         self._rewards.refuse_errors()
         return replace(collection, metrics={**self._take_metrics(), **collection.metrics})
 
-    def _sample_groups(
-        self, sampler: Sampler, step: int, watch: Stopwatch, on_rollout: OnRollout
-    ) -> list[tuple[int, Row, Group]]:
+    def _sample_groups(self, step: int, watch: Stopwatch, on_rollout: OnRollout) -> list[tuple[int, Group]]:
         """Sample groups until enough are kept or the refills are used up. A group's id is its index in the list.
 
-        Returns the place of its row in the data, the row, and the group.
+        Returns on rank 0 the place of its row in the data, and the group; nothing on other ranks.
         """
         settings, algorithm = self._config.rollout, self._algorithm
-        groups: list[tuple[int, Row, Group]] = []
+        groups: list[tuple[int, Group]] = []
+        num_begun = 0
+
+        def begin() -> list[int]:
+            missing = settings.prompts_per_step - sum(is_kept(group, algorithm) for _, group in groups)
+            return self._prompts.begin(missing)
+
         for _ in range(1 + algorithm.max_refills if algorithm.dynamic_sampling else 1):
-            missing = settings.prompts_per_step - sum(is_kept(group, self._algorithm) for *_, group in groups)
-            if not missing:
+            places = self._drivers.decide(begin)
+            if not places:
                 break
-            placed_rows = self._prompts.begin(missing)
-            sampling = self._sample(
-                sampler, [row for _, row in placed_rows], step, first_group=len(groups), on_rollout=on_rollout
-            )
-            with watch.stage("rollout"):
-                scoring = self._loop.run(sampling)
-            with watch.stage("reward"):
-                scored_rollouts = self._loop.run(_joined(scoring))
-            by_group = groupby(scored_rollouts, key=lambda rollout: rollout.group_id)
-            groups += [(*one, tuple(group)) for one, (_, group) in zip(placed_rows, by_group, strict=True)]
-        return groups
-
-    async def _sample(
-        self, sampler: Sampler, rows: Sequence[Row], step: int, *, first_group: int, on_rollout: OnRollout
-    ) -> list[Scoring]:
-        """Sample a group for each row; return the tasks that score them, in order."""
-        scoring: dict[int, Scoring] = {}
-        slots = self._rewards.slots()
-
-        def begin(group: Sequence[Rollout]) -> None:
-            scoring[group[0].group_id] = asyncio.create_task(self._rewards.score(group, slots=slots))
-
-        at_once = self._rewards.compares_batches
-        try:
-            rollouts = await sampler.collect(
-                rows,
-                samples_per_prompt=self._config.rollout.samples_per_prompt,
+            sampled_groups = self._episodes.groups(
+                places,
+                self._prompts.rows,
+                samples_per_prompt=settings.samples_per_prompt,
                 sampling=self._sampling,
                 step=step,
-                first_group=first_group,
+                stage=watch.stage,
+                first_group=num_begun,
                 on_rollout=on_rollout,
-                on_group=(lambda group: None) if at_once else begin,
             )
-        except BaseException:
-            await _cancel(scoring.values())
-            raise
-        if at_once:
-            begin(rollouts)
-        return [scoring[group_id] for group_id in sorted(scoring)]
+            groups += zip(places, sampled_groups, strict=True) if self._drivers.is_main else ()
+            num_begun += len(places)
+        return groups
 
-    def _greedy_answers(self, sampler: Sampler, rows: Sequence[Row], step: int, watch: Stopwatch) -> list[Rollout]:
-        """Sample and score one rollout per row at temperature 0, ReMax's baseline, which is never trained."""
-        with watch.stage("rollout"):
-            rollouts = self._loop.run(
-                sampler.collect(
-                    rows, samples_per_prompt=1, sampling=replace(self._sampling, temperature=0.0), step=step
-                )
+    def _greedy_answers(self, groups: list[tuple[int, Group]], step: int, watch: Stopwatch) -> list[Group]:
+        """Sample and score one rollout per kept group at temperature 0, ReMax's baseline, which is never trained."""
+        places = self._drivers.decide(lambda: [place for place, group in groups if is_kept(group, self._algorithm)])
+        return [
+            *self._episodes.groups(
+                places,
+                self._prompts.rows,
+                samples_per_prompt=1,
+                sampling=replace(self._sampling, temperature=0.0),
+                step=step,
+                stage=watch.stage,
+                tally=Tally(),
             )
-        with watch.stage("reward"):
-            return self._loop.run(self._rewards.score(rollouts, in_metrics=False))
-
-
-async def _joined(scoring: Sequence[Scoring]) -> list[Rollout]:
-    """Return the rollouts of all groups. The first failure cancels the other groups."""
-    try:
-        return [rollout for group in await asyncio.gather(*scoring) for rollout in group]
-    finally:
-        await _cancel(scoring)
-
-
-async def _cancel(scoring: Iterable[Scoring]) -> None:
-    """Cancel these tasks and wait for them; their failures are not logged as forgotten ones."""
-    for task in scoring:
-        task.cancel()
-    await asyncio.gather(*scoring, return_exceptions=True)
+        ]

@@ -321,8 +321,8 @@ class Prompts:
             f"{list(self.sizes)}: it starts again, without pass rates"
         )
 
-    def begin(self, count: int) -> list[tuple[int, Row]]:
-        """Return the next `count` rows with their places, across epochs. Call `finish` for each later."""
+    def begin(self, count: int) -> list[int]:
+        """Return the places of the next `count` rows, across epochs. Call `finish` for each later."""
         again, self._again = self._again[:count], self._again[count:]
         entries = {place: self._locate(place) for place in again}
         busy: set[tuple[int, int]] = set()
@@ -333,7 +333,7 @@ class Prompts:
             entries[place] = entry
             busy.add(entry.row)
         self._begun |= entries
-        return list(zip(entries, self._rows(entries.values()), strict=True))
+        return list(entries)
 
     def finish(self, places: Iterable[int]) -> None:
         """Mark rows as trained or dropped, so that no resumed run takes them again."""
@@ -342,9 +342,9 @@ class Prompts:
 
     def take(self, count: int) -> list[Row]:
         """Return the next `count` rows, begun and finished at once."""
-        placed_rows = self.begin(count)
-        self.finish(place for place, _ in placed_rows)
-        return [row for _, row in placed_rows]
+        places = self.begin(count)
+        self.finish(places)
+        return self.rows(places)
 
     def learn(self, place: int, rewards: Sequence[float]) -> None:
         """Report the rewards of a row to the curriculum, if the run has one, before `finish`."""
@@ -352,7 +352,9 @@ class Prompts:
             entry = self._begun[place]
             self.curriculum.learn(entry.row, entry.epoch, rewards)
 
-    def _rows(self, entries: Iterable[_PlacedRow]) -> list[Row]:
+    def rows(self, places: Iterable[int]) -> list[Row]:
+        """Read the rows at these places, on any rank."""
+        entries = map(self._locate, places)
         reads = [partial(self.sets[entry.which].__getitem__, entry.index) for entry in entries]
         if not any(getattr(one, "has_images", False) for one in self.sets):
             return [read() for read in reads]

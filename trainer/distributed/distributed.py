@@ -46,7 +46,7 @@ IS_CRITIC = "is_critic"
 IS_HELD = "is_held"
 """Key of an optimizer's parameter group: True in a step that leaves its parameters as they are."""
 CONTROL_TIMEOUT = timedelta(hours=2)
-"""Bound of the longest rollout phase: ranks without an engine wait for rank 0's rows while it samples."""
+"""Bound of the longest work of one rank alone, such as a teacher's scores, for which the others wait."""
 NCCL_TIMEOUT = timedelta(minutes=20)
 """Bound of a collective of the model, after which the ranks of one that failed end too."""
 MEETING_TIMEOUT = timedelta(seconds=20)
@@ -338,6 +338,22 @@ class Distributed:
         torch_dist.all_gather(buffers, mine, group=group)
         return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
 
+    def gather_to_main(self, payload: bytes) -> list[bytes]:
+        """Send a payload of each rank to rank 0, and return them there, in rank order; nothing on other ranks."""
+        if self._control is None:
+            return [payload]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        torch_dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._control)
+        if not self.is_main:
+            if payload:
+                torch_dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=0, group=self._control)
+            return []
+        buffers = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes]
+        for rank, buffer in enumerate(buffers[1:], start=1):
+            if len(buffer):
+                torch_dist.recv(buffer, src=rank, group=self._control)
+        return [payload, *(buffer.numpy().tobytes() for buffer in buffers[1:])]
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the concatenated flat tensors of all ranks, in rank order, on the tensor's device."""
         if self._control is None:
@@ -375,7 +391,7 @@ class Distributed:
         report = b"" if failure is None else f"{type(failure).__name__}: {error_text(failure)}".encode()
         for rank, message in enumerate(self.gather_bytes(report)):
             if message:
-                raise failure or _same_error(message.decode(), rank)
+                raise failure if failure and rank == self.rank else _same_error(message.decode(), rank)
         return result  # type: ignore[return-value]
 
     # State on disk

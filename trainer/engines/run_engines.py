@@ -1,14 +1,14 @@
-"""The engines of a run: those that this rank samples from, and those whose weights it replaces.
+"""The engines of a run. A rank with engines is a driver: it samples from them, and replaces their weights.
 
-embedded, server    rank 0 samples and sends the weights
-colocated           every rank has an engine and sends it the weights; rank 0 samples from all of them
+embedded     rank 0, from its own engines
+colocated    every rank, from its own engine
+server       driver i of N (`rollout.drivers`), from the servers `rollout.urls[i::N]`
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.system.addresses import LOOPBACK, address_towards
+from lockstep.rollout.server.url_list import is_watched
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.roster import Roster
 from lockstep.trainer.config.schema import Config
@@ -31,12 +31,8 @@ from lockstep.trainer.model.shape import planned_shape
 
 if TYPE_CHECKING:
     from lockstep.rollout.media.processing import ImageProcessing
-    from lockstep.rollout.server.remote_rank_engine import EngineService
 
 log = logging.getLogger(__name__)
-
-PEER_GRACE_S = 60.0
-"""Extra wait for another rank's engine beyond that rank's own timeout, so that it can report the cause [s]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +41,11 @@ class Engines:
 
     loop: BackgroundLoop
     pool: EnginePool | None = None
-    """Engines that episodes sample from; None on ranks without episodes."""
+    """Engines that episodes of this rank sample from; None on ranks that do not drive."""
     synced: Roster = field(default_factory=lambda: Roster([]))
-    """Engines whose weights this rank replaces."""
-    colocated: Sequence[EmbeddedEngine] = ()
-    """Those of `synced` that share a GPU with this rank's trainer."""
-    service: EngineService | None = None
-    """Service through which rank 0 reaches this rank's engine."""
+    """Engines whose weights this rank replaces: those of the pool."""
+    is_colocated: bool = False
+    """True if they share a GPU with this rank's trainer."""
 
     def restart_dead(self) -> list[str]:
         """Restart this rank's dead engines with the weights on disk, and return their names."""
@@ -66,10 +60,37 @@ class Engines:
         self.synced.close()
         if self.pool is not None:
             self.loop.run(self.pool.close())
-        elif self.colocated:
-            if self.service is not None:
-                self.loop.run(self.service.close())
-            self.loop.run(self.colocated[0].close())
+
+
+def driver_ranks(config: Config, distributed: Distributed) -> tuple[int, ...]:
+    """Return the ranks that drive, in the order of their numbers; a collective. Raises as `drivers_of`."""
+    own = torch.tensor([int(os.environ.get("LOCAL_RANK", "0"))])
+    return drivers_of(config, distributed.gather(own).tolist())
+
+
+def drivers_of(config: Config, local_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that drive. local_ranks: the number of each rank on its machine.
+
+    Raises `ConfigError` for more drivers than ranks, or on more machines than `sync.address` can be of.
+    """
+    rollout, address, world_size = config.rollout, config.sync.address, len(local_ranks)
+    if rollout.engine != "server":
+        return tuple(range(world_size)) if rollout.engine == "colocated" else (0,)
+    is_one = address is not None or any(map(is_watched, rollout.urls))
+    machines = 1 if is_one else local_ranks.count(0)
+    count = min(machines, len(rollout.urls)) if rollout.drivers is None else rollout.drivers
+    if count > world_size:
+        raise ConfigError(
+            f"rollout.drivers={count} are ranks, and this run has {world_size}; set rollout.drivers={world_size} or "
+            "less, or launch more with `accelerate launch --num_processes`"
+        )
+    ranks = tuple(sorted(range(world_size), key=lambda rank: (local_ranks[rank], rank))[:count])
+    if address is not None and sum(local_ranks[rank] == 0 for rank in ranks) > 1:
+        raise ConfigError(
+            f"rollout.drivers={count} are on several machines, and sync.address={address} is an address of one; set "
+            "sync.address=null, or rollout.drivers=1"
+        )
+    return ranks
 
 
 def start_engines(
@@ -78,12 +99,13 @@ def start_engines(
     *,
     loop: BackgroundLoop,
     logs: Path,
+    drivers: Sequence[int] = (0,),
     images: ImageProcessing | None = None,
     warn: Callable[[str], None] = log.warning,
 ) -> Engines:
     """Start or connect to the engines of the configuration; a collective. logs: directory of the engines' logs.
 
-    images: of prompts. warn: told of servers that leave and join.
+    drivers: `driver_ranks`. images: of prompts. warn: told of servers that leave and join.
 
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
@@ -101,66 +123,42 @@ def start_engines(
         common = engine_settings(config.model, rollout, config.correction, seed=config.seed, context=context)
         return replace(common, **memory)
 
-    if rollout.engine == "colocated":
-        place = (int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        own = distributed.together(
-            lambda: EmbeddedEngine(
+    def start() -> Engines:
+        if distributed.rank not in drivers:
+            return Engines(loop=loop)
+        members: Sequence[EmbeddedEngine]
+        is_colocated = rollout.engine == "colocated"
+        if is_colocated:
+            place = (int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            own = EmbeddedEngine(
                 replace(settings(), local_place=place),
                 loop=loop,
                 log_path=logs / ("engine.log" if distributed.is_main else f"engine-{distributed.rank}.log"),
                 name=f"the engine of rank {distributed.rank}",
                 images=images,
             )
-        )
-        return _colocated(own, distributed, loop=loop, timeout_s=rollout.request_timeout_s + PEER_GRACE_S)
-
-    def start() -> Engines:
-        if not distributed.is_main:
-            return Engines(loop=loop)
-        if rollout.engine == "server":
+            members = [own]
+        elif rollout.engine == "server":
             from lockstep.rollout.server.roster import ServerRoster  # other runs do not load its client
             from lockstep.trainer.engines.servers import Connector
 
-            needs_routes = config.plan.replays_engine
             connector = Connector(
-                config.model, rollout, context=context, needs_routes=needs_routes, loop=loop, images=images
+                config.model,
+                replace(rollout, urls=rollout.urls[drivers.index(distributed.rank) :: len(drivers)]),
+                context=context,
+                needs_routes=config.plan.replays_engine,
+                loop=loop,
+                images=images,
             )
             pool = EnginePool(connector.connect_all())
             roster = ServerRoster(pool, addresses=connector.addresses, connect=connector.connect, warn=warn)
             return Engines(loop=loop, pool=pool, synced=roster)
-        log_path = logs / "engine.log"
-        members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=log_path, images=images)
-        return Engines(loop=loop, pool=EnginePool(members), synced=Roster(members))
+        else:
+            log_path = logs / "engine.log"
+            members = start_embedded(settings(), rollout.num_engines, loop=loop, log_path=log_path, images=images)
+        return Engines(loop=loop, pool=EnginePool(members), synced=Roster(members), is_colocated=is_colocated)
 
     return distributed.together(start)
-
-
-def _colocated(own: EmbeddedEngine, distributed: Distributed, *, loop: BackgroundLoop, timeout_s: float) -> Engines:
-    """Connect rank 0 to the engines of the other ranks. own: that of this rank."""
-    from lockstep.rollout.server.remote_rank_engine import EngineService, RemoteRankEngine  # of colocated engines alone
-
-    key: str = distributed.broadcast(secrets.token_hex(32))
-
-    def serve() -> EngineService | None:
-        if distributed.is_main:
-            return None
-        host = address_towards(os.environ.get("MASTER_ADDR", LOOPBACK))
-        return loop.run(EngineService.start(own, host=host, key=key))
-
-    service = distributed.together(serve)
-    urls = distributed.gather_bytes(b"" if service is None else service.url.encode())
-
-    def pool() -> EnginePool | None:
-        if not distributed.is_main:
-            return None
-        peers = [
-            RemoteRankEngine(url.decode(), key=key, rank=peer, loop=loop, timeout_s=timeout_s)
-            for peer, url in enumerate(urls)
-            if url
-        ]
-        return EnginePool([own, *peers])
-
-    return Engines(loop=loop, pool=distributed.together(pool), synced=Roster([own]), colocated=[own], service=service)
 
 
 def check_allocator(variables: Mapping[str, str]) -> None:

@@ -10,21 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.rewards.composition import RewardSet
+from lockstep.rewards.composition import Tally
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import BASE, POLICY, Sampling
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
-from lockstep.rollout.sampler.sampler import OnRollout, Sampler
+from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.rollout.saved_rollouts import write_rollouts
-from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.build import images_of_data, make_chat, make_rewards, make_sampler, make_sampling
+from lockstep.trainer.collect.driving import Drivers
+from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.config.groups.evaluation_settings import EvalConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, heldout_data
@@ -67,17 +69,14 @@ class Evaluator:
         settings: EvalConfig,
         data: Mapping[str, DataSet],
         *,
-        sampler: Sampler,
+        episodes: Episodes,
         sampling: Sampling,
-        rewards: RewardSet,
-        loop: BackgroundLoop,
         model: str = POLICY,
     ) -> None:
-        """data: `heldout_data`. sampling: that of training. model: adapter of the engine (`Sampling.model`)."""
+        """data: `heldout_data`, on all ranks. sampling: that of training. model: adapter of the engine
+        (`Sampling.model`)."""
         self._settings = settings
-        self._sampler = sampler
-        self._rewards = rewards
-        self._loop = loop
+        self._episodes = episodes
         self._sampling = replace(
             sampling,
             max_tokens=settings.max_tokens_per_turn or sampling.max_tokens,
@@ -98,20 +97,35 @@ class Evaluator:
     def evaluate(
         self, on_rollout: OnRollout = lambda rollout: None, on_stage: Callable[[str], None] = lambda name: None
     ) -> Evaluation:
-        """Evaluate on all data sets. on_stage: called when the sampling or the scoring of one begins."""
+        """Evaluate on all data sets; a collective, whose results are on rank 0. on_rollout: as in `Episodes.groups`.
+        on_stage: called when the sampling or the scoring of one begins."""
         settings = self._settings
-        results, all_rollouts = [], []
+        groups = {}
         for name, data in self.data.items():
             of = f" of {name}" if name else ""
-            on_stage(f"rollout{of}")
-            samples = self._sample(data, step=evaluation_step(name), on_rollout=on_rollout)
-            on_stage(f"reward{of}")
-            rollouts = self._loop.run(self._rewards.score(samples, in_metrics=False, is_shaped=False))
+            groups[name] = self._episodes.groups(
+                range(self._num_prompts(data)),
+                lambda places, data=data: [data[place] for place in places],
+                samples_per_prompt=settings.samples_per_prompt,
+                sampling=self._sampling,
+                step=evaluation_step(name),
+                stage=lambda stage, of=of: nullcontext(on_stage(f"{stage}{of}")),
+                on_rollout=on_rollout,
+                tally=Tally(),
+                is_shaped=False,
+            )
+        return self._episodes.drivers.together(lambda: self._evaluation(groups))
+
+    def _evaluation(self, groups: Mapping[str, Sequence[Sequence[Rollout]]]) -> Evaluation:
+        """Return the results of groups by data set; those without groups, as on other ranks than 0, have none."""
+        results, all_rollouts = [], []
+        for name in filter(groups.get, groups):
+            rollouts = [rollout for group in groups[name] for rollout in group]
             prompts = prompt_results(
                 rollouts,
-                label_column=settings.by,
-                pass_reward=settings.pass_reward,
-                pass_threshold=settings.pass_threshold,
+                label_column=self._settings.by,
+                pass_reward=self._settings.pass_reward,
+                pass_threshold=self._settings.pass_threshold,
             )
             results.append(SetResult(name=name, prompts=prompts, facts=rollout_facts(rollouts)))
             all_rollouts += rollouts
@@ -120,17 +134,6 @@ class Evaluator:
     def _num_prompts(self, data: DataSet) -> int:
         limit = self._settings.prompts
         return len(data) if limit is None else min(limit, len(data))
-
-    def _sample(self, data: DataSet, *, step: int, on_rollout: OnRollout) -> list[Rollout]:
-        return self._loop.run(
-            self._sampler.collect(
-                [data[index] for index in range(self._num_prompts(data))],
-                samples_per_prompt=self._settings.samples_per_prompt,
-                sampling=self._sampling,
-                step=step,
-                on_rollout=on_rollout,
-            )
-        )
 
 
 def evaluation_step(name: str) -> int:
@@ -285,9 +288,8 @@ class _Process:
             rewards.load()
             sampler = make_sampler(config, engine=engine, chat=chat)
             sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
-            evaluator = Evaluator(
-                config.eval, data, sampler=sampler, sampling=sampling, rewards=rewards, loop=engine.loop, model=model
-            )
+            episodes = Episodes(drivers=Drivers(engine.loop), sampler=sampler, rewards=rewards)
+            evaluator = Evaluator(config.eval, data, episodes=episodes, sampling=sampling, model=model)
             with self.console.progress("evaluation", evaluator.num_rollouts) as lines:
                 return evaluator.evaluate(lines.rollout, lines.stage)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,11 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lockstep.rewards.composition import RewardSet
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.environments.prompt import PromptReader
-from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
 from lockstep.rollout.weights.roster import Roster
@@ -22,12 +22,14 @@ from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import images_of_data, load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.checks.scale import disk_notes, overlap_warnings, size_warnings
+from lockstep.trainer.collect.driving import Drivers
+from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.source import Collector, RolloutSource
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, Prompts, heldout_data, training_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
-from lockstep.trainer.engines.run_engines import Engines, start_engines
+from lockstep.trainer.engines.run_engines import Engines, driver_ranks, start_engines
 from lockstep.trainer.model.chosen import with_chosen, with_compilation
 from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.families import unproven
@@ -84,16 +86,13 @@ class Parts:
 class RolloutParts:
     """Parts that sample and score rollouts."""
 
-    loop: BackgroundLoop
-    sampler: Sampler | None
-    """None on ranks that do not sample."""
-    rewards: RewardSet
+    episodes: Episodes
     rollouts: RolloutSource
 
     def close(self) -> None:
         """End rollouts in flight and reward workers."""
         self.rollouts.close()
-        self.rewards.close()
+        self.episodes.rewards.close()
 
 
 class Assembly:
@@ -140,15 +139,15 @@ class Assembly:
         if config.has_rollouts:
             prompts = make_prompts(config, distributed, self._loop, chat, say=console.say)
         heldout, heldout_demonstrations = self._heldout_prompts(chat), self._heldout_demonstrations(chat)
-        engines = self._engines()
+        engines, drivers = self._engines()
         teacher = self._teacher(engines, chat)
         module, shape, updater = self._trained(demonstrations, teacher)
         sync = average = recovery = rollout_parts = evaluate = None
         if heldout_demonstrations is not None:
             evaluate = self._demonstrations_evaluation(heldout_demonstrations, module)
         if prompts is not None:
-            rollout_parts = self._rollout_parts(engines, chat, prompts)
-            sleep_level = config.rollout.sleep_level if engines.colocated else 0
+            rollout_parts = self._rollout_parts(engines, drivers, chat, prompts)
+            sleep_level = config.rollout.sleep_level if engines.is_colocated else 0
             sync = make_sync(
                 config, distributed, updater, engines=engines.synced, sleep_level=sleep_level, images=self._images
             )
@@ -210,13 +209,13 @@ class Assembly:
         return Demonstrations.load(self._config, self._distributed, chat, say=self._console.say)
 
     def _heldout_prompts(self, chat: Chat) -> Mapping[str, DataSet]:
-        """Load the held-out data of a run with rollouts on rank 0."""
+        """Load the held-out data of a run with rollouts."""
         config, distributed = self._config, self._distributed
         if not (config.evaluates and config.has_rollouts):
             return {}
         sets, images = config.heldout_sets(), images_of_data(config.model, chat)
         load = partial(heldout_data, sets, config.environment, config.reward, **images, say=self._console.say)
-        return distributed.together(lambda: load() if distributed.is_main else {})
+        return distributed.together(load)
 
     def _heldout_demonstrations(self, chat: Chat) -> HeldoutDemonstrations | None:
         """Load the held-out data of a run without rollouts."""
@@ -231,7 +230,7 @@ class Assembly:
         return HeldoutDemonstrations(names, sets, self._distributed, limit=config.eval.prompts)
 
     def _warn_of_overlap(self, prompts: Prompts, heldout: Mapping[str, DataSet]) -> None:
-        if not heldout:
+        if not (heldout and self._distributed.is_main):
             return
         reader = PromptReader(column=self._config.environment.settings.get("prompt_column"))
         for sentence in overlap_warnings(prompts.sets, heldout, reader, evaluated=self._config.eval.prompts):
@@ -239,25 +238,38 @@ class Assembly:
 
     # Engines
 
-    def _engines(self) -> Engines:
-        """Start the engines of a run with rollouts."""
+    def _engines(self) -> tuple[Engines, Drivers]:
+        """Start the engines of a run with rollouts, and choose the ranks that drive."""
         rollout = self._config.rollout
         if not self._config.has_rollouts:
-            return Engines(loop=self._loop)
+            return Engines(loop=self._loop), Drivers(self._loop, self._distributed)
+        ranks = driver_ranks(self._config, self._distributed)
         if rollout.urls:
             self._console.say(f"waiting for the engines at {', '.join(rollout.urls)} ...")
         else:
             engines = f"{rollout.num_engines} engines" if rollout.num_engines > 1 else "the engine"
             place = " of every rank" if rollout.engine == "colocated" else ""
             self._console.say(f"starting {engines}{place} ...")
-        return start_engines(
+        engines = start_engines(
             self._config,
             self._distributed,
             loop=self._loop,
             logs=self._directory.logs,
+            drivers=ranks,
             images=self._images,
-            warn=self._console.warn,
+            warn=self._warn_of_engine,
         )
+        pool = engines.pool
+        return engines, Drivers(
+            self._loop, self._distributed, ranks, has_engine=lambda: pool is not None and bool(pool.members)
+        )
+
+    def _warn_of_engine(self, sentence: str) -> None:
+        """Say on any rank that a server left or joined; only rank 0 has a console."""
+        if self._distributed.is_main:
+            self._console.warn(sentence)
+        else:
+            print_error(f"rank {self._distributed.rank}: {sentence}")
 
     def _teacher(self, engines: Engines, chat: Chat) -> Teacher | None:
         """Start the teacher."""
@@ -271,7 +283,7 @@ class Assembly:
             chat=chat,
             loop=self._loop,
             logs=self._directory.logs,
-            policy=engines.pool,
+            policy=engines.pool if self._distributed.is_main else None,
             say=self._console.say,
         )
 
@@ -288,33 +300,33 @@ class Assembly:
 
     # Rollouts
 
-    def _rollout_parts(self, engines: Engines, chat: Chat, prompts: Prompts) -> RolloutParts:
+    def _rollout_parts(self, engines: Engines, drivers: Drivers, chat: Chat, prompts: Prompts) -> RolloutParts:
         """Load the rewards and make the source of rollouts."""
         config = self._config
         rewards = make_rewards(config)
+        scores_groups = bool(config.rollout.max_staleness) or not rewards.compares_batches
 
         def load_reward_models() -> None:
-            if engines.pool is not None:
-                with self._distributed.whole_models():  # on the rank that scores, also under ZeRO-3
+            if drivers.is_main or (engines.pool is not None and scores_groups):
+                with self._distributed.whole_models():  # on the ranks that score, also under ZeRO-3
                     rewards.load()
 
         self._distributed.together(load_reward_models)
-        sampler = make_sampler(config, engine=engines.pool, chat=chat) if engines.pool else None
+        sampler = None
+        if engines.pool:
+            gateway = config.gateway
+            if gateway.port:  # drivers on one machine have a gateway each
+                gateway = replace(gateway, port=gateway.port + int(os.environ.get("LOCAL_RANK", "0")))
+            sampler = make_sampler(replace(config, gateway=gateway), engine=engines.pool, chat=chat)
         make_source: type[RolloutSource] = Collector
         if config.rollout.max_staleness:
             from lockstep.trainer.collect.async_source import Producer
 
             make_source = Producer
-        rollouts = make_source(
-            config,
-            distributed=self._distributed,
-            loop=self._loop,
-            sampler=sampler,
-            sampling=make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine),
-            rewards=rewards,
-            prompts=prompts,
-        )
-        return RolloutParts(loop=self._loop, sampler=sampler, rewards=rewards, rollouts=rollouts)
+        episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
+        sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
+        rollouts = make_source(config, episodes=episodes, sampling=sampling, prompts=prompts)
+        return RolloutParts(episodes=episodes, rollouts=rollouts)
 
     # Evaluations
 
@@ -338,27 +350,19 @@ class Assembly:
     def _rollouts_evaluation(
         self, heldout: Mapping[str, DataSet], rollout_parts: RolloutParts, recovery: Recovery, chat: Chat
     ) -> Evaluate:
-        """Return an evaluation with rank 0's engine, for which the other ranks wait."""
+        """Return an evaluation by all drivers."""
         from lockstep.trainer.evaluate.evaluator import Evaluator
 
-        config = self._config
-        loop, rewards, sampler = rollout_parts.loop, rollout_parts.rewards, rollout_parts.sampler
+        config, distributed = self._config, self._distributed
         sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
-        evaluator = self._distributed.together(
-            lambda: (
-                Evaluator(config.eval, heldout, sampler=sampler, sampling=sampling, rewards=rewards, loop=loop)
-                if sampler
-                else None
-            )
-        )
+        evaluator = Evaluator(config.eval, heldout, episodes=rollout_parts.episodes, sampling=sampling)
 
-        def on_this_rank(console: RunConsole) -> Evaluation | None:
-            if evaluator is None:
-                return None
+        def evaluate(console: RunConsole) -> Evaluation | None:
             with console.progress("evaluation", evaluator.num_rollouts) as lines:
-                return evaluator.evaluate(lines.rollout, lines.stage)
+                evaluation = evaluator.evaluate(lines.rollout, lines.stage)
+            return evaluation if distributed.is_main else None
 
-        return lambda console: recovery.attempt(lambda: self._distributed.together(lambda: on_this_rank(console)))
+        return lambda console: recovery.attempt(lambda: evaluate(console))
 
     # The model
 

@@ -50,7 +50,7 @@ class Callbacks:
     on_step: Callable[[StepReport], None] = lambda report: None
     """Called on all ranks after each step and its logs."""
     on_rollout: Callable[[Rollout], None] = lambda rollout: None
-    """Called on the rank that sampled it, with its rewards or before them, as it arrives."""
+    """Called on rank 0, with its rewards or before them, as it arrives; with those of its group from other drivers."""
     on_evaluation: Callable[[int, Mapping[str, float]], None] = lambda update, metrics: None
     """Called on rank 0 with the number of the update and the metrics."""
     stops: Callable[[], bool] = lambda: False

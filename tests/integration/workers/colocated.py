@@ -20,12 +20,11 @@ from peft import LoraConfig, get_peft_model
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import EngineError, LockstepError
 from lockstep.rollout.records import EngineCall
-from lockstep.rollout.server.remote_rank_engine import EngineService
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.engines.run_engines import start_engines
+from lockstep.trainer.engines.run_engines import driver_ranks, start_engines
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.processes import descendants
 
@@ -38,11 +37,12 @@ def main(directory: Path) -> None:
     config.model.path = str(directory / "model")
     config.rollout.engine = "colocated"
     config.rollout.max_model_len, config.rollout.kv_cache_gib = 320, 0.0625
-    answered = counted()
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
     with BackgroundLoop() as loop:
-        engines = start_engines(config, distributed, loop=loop, logs=directory)
-        own = engines.colocated[0]
+        ranks = driver_ranks(config, distributed)
+        engines = start_engines(config, distributed, loop=loop, logs=directory, drivers=ranks)
+        assert engines.pool is not None
+        own: Any = engines.synced[0]
         from transformers import AutoModelForCausalLM
 
         base = AutoModelForCausalLM.from_pretrained(config.model.path)
@@ -62,33 +62,30 @@ def main(directory: Path) -> None:
                 if distributed.is_main:
                     perturb(model, seed=version)
             report = sync.push(version)
-            calls = sampled(engines.pool, loop) if engines.pool else []
-            distributed.barrier()  # the trainer's forward passes are collectives, rank 0's sampling is not
-            everywhere = distributed.broadcast([[call.prompt_ids, call.sampled_ids] for call in calls])
-            expected = [sampled_logprobs(model, tuple(prompt), tuple(ids)) for prompt, ids in everywhere]
-            found = [call.sampled_logprobs for call in calls]
+            calls = sampled(engines.pool, loop)
+            # The trainer's forward passes are collectives.
+            own_ids = json.dumps([[call.prompt_ids, call.sampled_ids] for call in calls]).encode()
+            everywhere = [json.loads(ids) for ids in distributed.gather_bytes(own_ids)]
+            expected = [[sampled_logprobs(model, tuple(p), tuple(ids)) for p, ids in rank] for rank in everywhere]
+            pairs = zip(expected[distributed.rank], (call.sampled_logprobs for call in calls), strict=True)
             seen["syncs"].append(
                 {
                     "canary": report.canary_abs_diff,
                     "version": loop.run(own.weight_version()),
                     "versions": sorted({call.oldest_version for call in calls}),
-                    "mismatch": max(
-                        (abs(a - b) for x, y in zip(expected, found, strict=False) for a, b in zip(x, y, strict=True)),
-                        default=0.0,
-                    ),
-                    "answered": len(answered),
+                    "mismatch": max(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True)),
+                    "same tokens": everywhere[0] == everywhere[1],
                 }
             )
             sync.sleep()
             seen["asleep"] = raised(lambda: loop.run(own.weight_version()))
         seen["after sleep"] = recorded(own, lambda: sync.push(3))
-        seen["seeds"] = same_everywhere(engines.pool, loop) if engines.pool else True
         distributed.barrier()
         if not distributed.is_main:
             for pid in descendants(os.getpid()) - {os.getpid()}:
                 os.kill(pid, signal.SIGKILL)
         distributed.barrier()
-        seen["killed"] = raised(lambda: sampled(engines.pool, loop)) if engines.pool else None
+        seen["killed"] = raised(lambda: sampled(engines.pool, loop))
         (directory / f"rank{distributed.rank}.json").write_text(json.dumps(seen))
         distributed.barrier()
         sync.close()
@@ -118,30 +115,11 @@ def recorded(engine: Any, act: Callable[[], object]) -> list[str]:
     return calls
 
 
-def counted() -> list[int]:
-    """Record one entry for each request that this rank's engine answers for another rank."""
-    answered: list[int] = []
-    original = EngineService._generate
-
-    async def generate(self: EngineService, body: Any) -> Any:
-        answered.append(1)
-        return await original(self, body)
-
-    EngineService._generate = generate  # type: ignore[method-assign]
-    return answered
-
-
 def sampled(pool: Any, loop: BackgroundLoop) -> list[EngineCall]:
     async def all_of_them() -> list[EngineCall]:
         return await asyncio.gather(*(pool.generate(prompt, SAMPLING) for prompt in PROMPTS))
 
     return loop.run(all_of_them())
-
-
-def same_everywhere(pool: Any, loop: BackgroundLoop) -> bool:
-    """True if both engines sample the same tokens for the same seed."""
-    first, second = (loop.run(member.generate(PROMPTS[0], SAMPLING)) for member in pool.members)
-    return first.sampled_ids == second.sampled_ids
 
 
 def raised(act: Any) -> str | None:

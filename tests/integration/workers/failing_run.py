@@ -61,10 +61,10 @@ def fail_in_gather(*, takes_part: bool) -> None:
 def fail_in_producer() -> None:
     collect = Sampler.collect
 
-    async def failing(self: Sampler, *arguments: Any, first_group: int = 0, **settings: Any) -> Any:
-        if first_group == FAILING_GROUP:
+    async def failing(self: Sampler, *arguments: Any, group_ids: Any, **settings: Any) -> Any:
+        if FAILING_GROUP in group_ids:
             raise EngineError("out of luck with another group")
-        return await collect(self, *arguments, first_group=first_group, **settings)
+        return await collect(self, *arguments, group_ids=group_ids, **settings)
 
     Sampler.collect = failing  # type: ignore[method-assign]
 

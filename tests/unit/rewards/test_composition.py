@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet, make_reward_set
+from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet, Tally, make_reward_set
 from lockstep.rewards.functions.built_in import (
     exact_match,
 )
@@ -172,8 +172,10 @@ def test_too_many_errors_in_a_step_end_the_run_however_small_it_is():
 def test_errors_of_an_evaluation_do_not_count_for_the_step():
     rewards = RewardSet([Reward(name="half", function=half)], FaultTolerance(max_error_rate=0.5))
     score(rewards, [rollout(number=1)])
+    tally = Tally()
+    asyncio.run(rewards.score([rollout(number=n) for n in (0, 2)], tally=tally))
     with pytest.raises(RewardError, match="2 of 2 reward calls failed"):
-        asyncio.run(rewards.score([rollout(number=n) for n in (0, 2)], in_metrics=False))
+        rewards.refuse_errors(tally)
     rewards.refuse_errors()
 
 

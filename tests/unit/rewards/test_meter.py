@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lockstep.rewards.composition import Reward, RewardSet
+from lockstep.rewards.composition import Reward, RewardSet, Tally
 from lockstep.rewards.meter import Meter, add, average, measuring
 from tests.unit.rewards.test_composition import rollout
 
@@ -36,7 +36,7 @@ def test_measures_are_reported_by_function_and_once():
 
 def test_rollouts_that_are_not_trained_are_not_measured():
     rewards = RewardSet([Reward(name="cheap", function=cheap)])
-    asyncio.run(rewards.score([rollout()], in_metrics=False))
+    asyncio.run(rewards.score([rollout()], tally=Tally()))
     assert "judge/cheap/calls" not in rewards.take_metrics()
 
 

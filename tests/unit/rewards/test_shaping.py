@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet
+from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet, Tally
 from lockstep.rewards.functions.built_in import soft_overlong
 from lockstep.rewards.shaping import Shaping, length_penalty, turn_rewards
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
@@ -78,8 +78,8 @@ def test_a_reward_set_returns_finished_rollouts_and_leaves_failed_ones_alone() -
         Shaping(horizon=4, overlong_buffer=0.5),
     )
     rollouts = [rollout(3), rollout(5)]
-    for in_metrics in (True, False):
-        first, second = asyncio.run(rewards.score(rollouts, in_metrics=in_metrics))
+    for tally in (None, Tally()):
+        first, second = asyncio.run(rewards.score(rollouts, tally=tally))
         assert (first.reward, first.rewards) == (1.5, {"short": 1.0, "overlong": -0.5})
         assert (second.status, second.reward, second.rewards) == (RolloutStatus.FAILED, 0.0, {})
     assert asyncio.run(rewards.score(rollouts, is_shaped=False))[0].rewards == {"short": 1.0}

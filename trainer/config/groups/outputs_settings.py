@@ -83,7 +83,7 @@ class HubConfig:
 @dataclass
 class GatewayConfig:
     host: str = setting("127.0.0.1", "address of the gateway; other machines can reach it unless it is loopback")
-    port: int = setting(0, "port of the gateway; 0: any free port", low=0, high=65535)
+    port: int = setting(0, "port of the gateway; 0: any free port; rank L of a machine: port + L", low=0, high=65535)
     api_key: str | None = setting(None, "key of clients; null: a random one for each run")
     model_name: str | None = setting(None, "model name for clients; null: the last part of model.path")
     max_request_mib: float = setting(64.0, "maximum size of a request [MiB]", above=0)

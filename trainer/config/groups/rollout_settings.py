@@ -24,6 +24,13 @@ class RolloutConfig:
         "engine=server: servers, each as http://<host>:<port>, as a file with an address per line, or as "
         "dns://<host>:<port> for all addresses of a name; files and names are read again during the run",
     )
+    drivers: int | None = setting(
+        None,
+        "ranks that run episodes, each on its share of the servers (docs/engines.md); null: one per machine, at most "
+        "one per server",
+        low=1,
+        when=SERVERS,
+    )
     api_key_env: str | None = setting(
         "LOCKSTEP_ENGINE_KEY", "environment variable with the key of the servers; null: no key, open to all clients"
     )

@@ -18,11 +18,12 @@ from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.collect.async_source import Producer
+from lockstep.trainer.collect.driving import Drivers
+from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Prompts
 from lockstep.trainer.stopwatch import Stopwatch
-from tests.fixtures.distributed import FakeRank
 
 BATCH, GROUP = 3, 2
 
@@ -45,8 +46,9 @@ class Sampler:
         yield self
         self.num_open -= 1
 
-    async def collect(self, examples, *, samples_per_prompt, sampling, step, first_group, run):
+    async def collect(self, examples, *, samples_per_prompt, sampling, step, group_ids, run):
         assert run is self
+        (first_group,) = group_ids
         assert self.num_open == 1
         is_greedy = sampling.temperature == 0
         if not is_greedy:
@@ -83,10 +85,10 @@ class Rewards:
     def __init__(self, reward: Callable[[Rollout], float]) -> None:
         self._reward = reward
 
-    async def score(self, rollouts, *, in_metrics=True):
+    async def score(self, rollouts, *, tally=None):
         return [replace(rollout, reward=self._reward(rollout)) for rollout in rollouts]
 
-    def refuse_errors(self) -> None: ...
+    def refuse_errors(self, tally=None) -> None: ...
 
     def take_metrics(self) -> dict[str, float]:
         return {}
@@ -108,15 +110,9 @@ class Run:
         self.updates_per_step = config.algorithm.epochs * config.algorithm.minibatches
         self.sampler = Sampler()
         self.prompts = Prompts([rows], seed=0, shuffle=False, curriculum=config.data.curriculum)
-        self.producer = Producer(
-            config,
-            distributed=FakeRank(),
-            loop=loop,
-            sampler=self.sampler,  # type: ignore[arg-type]
-            sampling=Sampling(max_tokens=8),
-            rewards=Rewards(reward),  # type: ignore[arg-type]
-            prompts=self.prompts,
-        )
+        drivers = Drivers(loop)
+        episodes = Episodes(drivers=drivers, sampler=self.sampler, rewards=Rewards(reward))  # type: ignore[arg-type]
+        self.producer = Producer(config, episodes=episodes, sampling=Sampling(max_tokens=8), prompts=self.prompts)
         self.shown: list[Rollout] = []
 
     def collect(self) -> Collected:
@@ -141,7 +137,7 @@ class Run:
     def settle(self) -> None:
         """Wait until all groups that are not held are complete."""
         deadline = time.monotonic() + 10
-        while any(not w.is_complete and w.place not in self.sampler.held for w in self.producer._works):
+        while any(not task.done() and place not in self.sampler.held for place, task in self.producer._tasks.items()):
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -157,7 +153,7 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained(loop: BackgroundLoo
     assert run.train() == [0, 1, 2]
     run.settle()  # the trainer is busy and does not collect
     assert run.sampler.begun == [0, 1, 2, 3, 4, 5]
-    assert all(work.is_complete for work in run.producer._works)
+    assert all(task.done() for task in run.producer._tasks.values())
     assert run.train() == [3, 4, 5]
     run.settle()
     assert run.sampler.begun == list(range(9)), "one batch more per step, never more than one ahead"
@@ -211,8 +207,8 @@ def test_a_complete_group_is_as_old_as_its_oldest_token(
     run.hold(0)
     run.train()
     if is_trained:
-        run.producer._works[0].task.cancel()
-        run.producer._works[0] = replace(run.producer._works[0], task=loop.run(_begin_again(run)))
+        run.producer._tasks[0].cancel()
+        run.producer._tasks[0] = loop.run(_begin_again(run))
     run.train()
     run.release(0)
     run.settle()
@@ -384,7 +380,7 @@ def test_a_resumed_run_continues_with_the_curriculum_and_no_row_is_in_flight_twi
     run = Run(loop, **settings)
     for _ in range(8):
         run.train()
-        rows = [work.row["n"] for work in run.producer._works]
+        rows = [row["n"] for row in run.prompts.rows(work.place for work in run.producer._works)]
         assert len(set(rows)) == len(rows)
     run.settle()
     run.producer.close()
@@ -423,12 +419,3 @@ def test_the_state_of_the_queue_is_measured_and_progress_is_shown(loop: Backgrou
     assert collected.metrics["rollout/inflight"] >= GROUP
     assert {rollout.group_id for rollout in run.shown} >= {0, 1, 2, 3, 5}
     assert len({rollout.rollout_id for rollout in run.shown}) >= 2 * BATCH * GROUP - GROUP
-
-
-def test_a_rank_without_an_engine_collects_nothing_and_does_not_wait() -> None:
-    producer = Producer(
-        Config(), distributed=FakeRank(), loop=None, sampler=None, sampling=Sampling(max_tokens=8),  # type: ignore[arg-type]
-        rewards=None, prompts=Prompts([[{}]], seed=0, shuffle=False),  # type: ignore[arg-type]
-    )  # fmt: skip
-    assert producer.collect(0, 0, Stopwatch()).rollouts == ()
-    producer.close()

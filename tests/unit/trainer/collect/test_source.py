@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from lockstep.rewards.batches import BatchReward
-from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet
+from lockstep.rewards.composition import FaultTolerance, Reward, RewardSet, Tally
 from lockstep.rewards.shaping import Shaping
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.collect.driving import Drivers
+from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.groups import Collected, has_spread
 from lockstep.trainer.collect.source import Collector
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
@@ -40,13 +43,13 @@ class FakeSampler:
         self.asked: list[dict[str, Any]] = []
         self._length = length
 
-    async def collect(self, examples, *, samples_per_prompt, sampling, step, first_group=0, on_rollout=None,
+    async def collect(self, examples, *, samples_per_prompt, sampling, step, group_ids, on_rollout=None,
                       on_group=lambda group: None):  # fmt: skip
-        self.asked.append({"rows": list(examples), "sampling": sampling, "step": step, "first_group": first_group})
+        self.asked.append({"rows": list(examples), "sampling": sampling, "step": step, "group_ids": group_ids})
         groups = [
-            [rollout((first_group + g) * samples_per_prompt + i, first_group + g, example=example,
+            [rollout(g * samples_per_prompt + i, g, example=example,
                      length=self._length(i)) for i in range(samples_per_prompt)]
-            for g, example in enumerate(examples)
+            for g, example in zip(group_ids, examples, strict=True)
         ]  # fmt: skip
         for group in reversed(groups):  # they end in any order
             on_group(group)
@@ -66,14 +69,14 @@ class FakeRewards:
 
     def slots(self) -> None: ...
 
-    async def score(self, rollouts: Sequence[Rollout], *, in_metrics: bool = True, slots: Any = None) -> list[Rollout]:
+    async def score(self, rollouts: Sequence[Rollout], **_: Any) -> list[Rollout]:
         values = [self._reward(found) for found in rollouts]
         return [
             replace(found, status=RolloutStatus.FAILED) if value is None else replace(found, reward=value)
             for found, value in zip(rollouts, values, strict=True)
         ]
 
-    def refuse_errors(self) -> None: ...
+    def refuse_errors(self, tally: Tally | None = None) -> None: ...
 
     def take_metrics(self) -> dict[str, float]:
         return {}
@@ -100,18 +103,13 @@ def collector(
     reward: Callable[[Rollout], float | None],
     rank: FakeRank | None = None,
     rewards: RewardSet | None = None,
+    loop: BackgroundLoop | None = None,
 ) -> tuple[Collector, Prompts]:
     rows = [{"n": n} for n in range(50)]
     prompts = Prompts([rows], seed=0, shuffle=False, curriculum=settings.data.curriculum)
-    made = Collector(
-        settings,
-        distributed=rank or FakeRank(),
-        loop=FakeLoop(),  # type: ignore[arg-type]
-        sampler=sampler,  # type: ignore[arg-type]
-        sampling=Sampling(max_tokens=8),
-        rewards=rewards or FakeRewards(reward),  # type: ignore[arg-type]
-        prompts=prompts,
-    )
+    drivers = Drivers(loop or FakeLoop(), rank)  # type: ignore[arg-type]
+    episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards or FakeRewards(reward))  # type: ignore[arg-type]
+    made = Collector(settings, episodes=episodes, sampling=Sampling(max_tokens=8), prompts=prompts)
     return made, prompts
 
 
@@ -221,8 +219,9 @@ def test_a_rank_without_an_engine_follows_the_position_of_rank_0() -> None:
 
     def collected(rank: FakeRank) -> tuple[int, Position]:
         sampler = FakeSampler() if rank.is_main else None
-        made, prompts = collector(settings, sampler, only_odd_prompts_vary, rank)
-        return sum(len(collect(made, step).rollouts) for step in range(10)), prompts.position
+        with BackgroundLoop() as loop:
+            made, prompts = collector(settings, sampler, only_odd_prompts_vary, rank, loop=loop)
+            return sum(len(collect(made, step).rollouts) for step in range(10)), prompts.position
 
     (num_rollouts, position), other = on_ranks(2, collected)
     assert num_rollouts > 0
@@ -347,13 +346,12 @@ def reward_set(function: Callable[..., Any], **tolerance: Any) -> RewardSet:
 
 def test_a_group_is_scored_while_others_are_sampled() -> None:
     sampler = WaitingSampler()
-    made, _ = collector(config(), sampler, lambda found: 0.0)
 
     async def judge(found: Rollout) -> float:
-        made._loop._loop.call_soon_threadsafe(sampler.may_end.set)
+        asyncio.get_running_loop().call_soon(sampler.may_end.set)
         return float(found.rollout_id)
 
-    made._rewards = reward_set(judge)
+    made, _ = collector(config(), sampler, lambda found: 0.0, rewards=reward_set(judge))
     assert [found.reward for found in collect(made).rollouts] == [float(i) for i in range(3 * GROUP)]
 
 

@@ -16,9 +16,15 @@ from hypothesis import strategies as st
 from lockstep.rollout.errors import CheckpointError
 from lockstep.trainer.config.groups.data_settings import CurriculumConfig
 from lockstep.trainer.data.curriculum import Curriculum, RowRecord, Visit
-from lockstep.trainer.data.prompts import Position, Prompts
+from lockstep.trainer.data.prompts import Position, Prompts, Row
 
 GROUP = 8
+
+
+def begin(order: Prompts, count: int) -> list[tuple[int, Row]]:
+    """Begin rows; return them with their places."""
+    places = order.begin(count)
+    return list(zip(places, order.rows(places), strict=True))
 
 
 def curriculum(*sizes: int, weights: tuple[float, ...] | None = None, seed: int = 0, **rule: Any) -> Prompts:
@@ -40,7 +46,7 @@ def train(order: Prompts, rewards: dict[int, list[float]], steps: int, *, per_st
     """Take rows and report their rewards, by row. Returns the taken rows."""
     taken = []
     for _ in range(steps):
-        begun = order.begin(per_step)
+        begun = begin(order, per_step)
         for place, row in begun:
             order.learn(place, rewards.get(row["i"], [1.0, 0.0]))
             taken.append(row["i"])
@@ -98,7 +104,7 @@ def test_a_curriculum_in_which_every_row_rests_skips_to_the_end_of_the_rest(rest
 
 def test_without_a_curriculum_nothing_is_recorded() -> None:
     order = curriculum()
-    (place, row) = order.begin(1)[0]
+    (place, row) = begin(order, 1)[0]
     order.learn(place, [1.0])
     assert row == {"set": 0, "i": row["i"]}
     assert order.curriculum is None
@@ -153,7 +159,7 @@ def test_visits_of_rows_with_known_solve_probabilities_are_those_of_the_renewal_
     order = curriculum(len(solve), weighting="learnability")
     visits: Counter[int] = Counter()
     while order.metrics()["data/epoch"] < epochs:
-        ((place, row),) = order.begin(1)
+        ((place, row),) = begin(order, 1)
         order.learn(place, [float(chance.random() < solve[row["i"]]) for _ in range(GROUP)])
         order.finish([place])
         visits[row["i"]] += 1
@@ -173,7 +179,7 @@ def test_weighted_rows_learn_more_from_the_same_number_of_visits() -> None:
         before = sum(1 / (1 + math.exp(-logit)) for logit in logits)
         order = curriculum(len(logits), weighting=weighting, window=2)
         for _ in range(60):
-            begun = order.begin(5)
+            begun = begin(order, 5)
             for place, row in begun:
                 p = 1 / (1 + math.exp(-logits[row["i"]]))
                 order.learn(place, [float(chance.random() < p) for _ in range(GROUP)])
@@ -208,7 +214,7 @@ def steps(order: Prompts, count: int, per_step: int, *, first: int = 0) -> list[
     """Train steps; return the rows of each as (set, index)."""
     taken = []
     for step in range(first, first + count):
-        begun = order.begin(per_step)
+        begun = begin(order, per_step)
         for place, row in begun:
             order.learn(place, passes(row, step))
         order.finish(place for place, _ in begun)
@@ -244,7 +250,7 @@ def test_a_solved_data_set_keeps_its_share_and_its_rows_come_back_sooner() -> No
     order = curriculum(4, 4, weights=(1.0, 1.0), rest_epochs=2)
     taken = []
     for _ in range(20):
-        begun = order.begin(2)
+        begun = begin(order, 2)
         for place, row in begun:
             order.learn(place, [1.0] if row["set"] else [1.0, 0.0])
         order.finish(place for place, _ in begun)
@@ -285,23 +291,23 @@ def test_unfinished_rows_of_a_curriculum_come_first_and_keep_their_row() -> None
     order = curriculum(12, weighting="learnability", min_weight=0.01)
     for _ in range(4):
         train(order, {i: [1.0] for i in range(12)}, 1, per_step=5)
-    begun = order.begin(5)
+    begun = begin(order, 5)
     order.learn(begun[0][0], [1.0])
     order.finish([begun[0][0], begun[3][0]])
     resumed = resume(order, weighting="learnability", min_weight=0.01)
-    assert resumed.begin(3) == [begun[1], begun[2], begun[4]]
+    assert begin(resumed, 3) == [begun[1], begun[2], begun[4]]
     assert resumed.position == order.position
 
 
 def test_a_row_in_flight_is_not_begun_again() -> None:
     order = curriculum(4, weighting="pools")
-    first = order.begin(3)
+    first = begin(order, 3)
     order.finish([first[0][0]])
-    assert len({row["i"] for _, row in [*first[1:], *order.begin(2)]}) == 4
+    assert len({row["i"] for _, row in [*first[1:], *begin(order, 2)]}) == 4
     resumed = curriculum(4, weighting="pools")
     resumed.restore(Position(cursor=4, unfinished=(1, 2)))
-    again = resumed.begin(1)
-    assert len({row["i"] for _, row in [*again, *resumed.begin(3)]}) == 4
+    again = begin(resumed, 1)
+    assert len({row["i"] for _, row in [*again, *begin(resumed, 3)]}) == 4
 
 
 def test_rows_that_rested_in_an_older_checkpoint_rest_on() -> None:

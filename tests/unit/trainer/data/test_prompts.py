@@ -21,10 +21,16 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.data.datasets import load_rows, read_first_row, rename
 from lockstep.trainer.data.prompt_filter import short_enough
-from lockstep.trainer.data.prompts import DataSet, Position, Prompts, load_data_set
+from lockstep.trainer.data.prompts import DataSet, Position, Prompts, Row, load_data_set
 from tests.fixtures.policies import CHAT
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(3)]
+
+
+def begin(order: Prompts, count: int) -> list[tuple[int, Row]]:
+    """Begin rows; return them with their places."""
+    places = order.begin(count)
+    return list(zip(places, order.rows(places), strict=True))
 
 
 def prompts(cursor: int = 0, *, n: int = 10, seed: int = 0, shuffle: bool = True) -> Prompts:
@@ -265,13 +271,13 @@ def test_a_subset_holds_only_the_kept_rows() -> None:
 
 def test_unfinished_rows_come_first_after_a_resume() -> None:
     order = prompts()
-    begun = order.begin(6)
+    begun = begin(order, 6)
     order.finish(place for place, _ in begun[:3])
     order.finish([4])
     assert order.unfinished == (3, 5)
     resumed = prompts()
     resumed.restore(order.position)
-    assert resumed.begin(4) == [begun[3], begun[5], *prompts(cursor=6).begin(2)]
+    assert begin(resumed, 4) == [begun[3], begun[5], *begin(prompts(cursor=6), 2)]
     assert resumed.unfinished == (3, 5, 6, 7)
 
 

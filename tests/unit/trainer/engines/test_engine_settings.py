@@ -79,6 +79,7 @@ def test_valid_settings_have_no_problems():
         (config(URL, engine="embedded"), "set rollout.engine=server, or rollout.urls=[]"),
         (config(URL, engine="colocated"), "found rollout.engine=colocated; set rollout.engine=server"),
         (config(engine="colocated", rollout__max_staleness=1), "set rollout.sleep_level=0, or rollout.max_staleness=0"),
+        (config(URL, rollout__drivers=2), "rollout.urls has 1; set rollout.drivers=1 or less"),
         (config("10.0.0.7:8000"), "is neither an address nor a file"),
         (config("http://10.0.0.7"), "has no port"),
         (config("http://10.0.0.7:http"), "cannot be read"),

@@ -13,9 +13,10 @@ from lockstep.rewards.composition import Reward, RewardSet
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.conversation import request_seed
 from lockstep.rollout.media.run_images import FOLDER
-from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.checks.data import evaluation_problems
+from lockstep.trainer.collect.driving import Drivers
+from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.config.groups.data_settings import DataSetConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import heldout_data
@@ -31,12 +32,11 @@ class FakeSampler:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    async def collect(self, examples: Any, *, step: int, on_rollout: Any, **settings: Any) -> list[Rollout]:
+    async def collect(self, examples: Any, *, step: int, on_rollout: Any, on_group: Any, **settings: Any) -> None:
         self.steps.append(step)
-        found = [rollout(8) for _ in examples]
-        for one in found:
-            on_rollout(one)
-        return found
+        for _ in examples:
+            on_rollout(rollout(8))
+            on_group([rollout(8)])
 
 
 def steps(directory: Path, *sets: str, said: list[str] | None = None) -> list[int]:
@@ -55,10 +55,8 @@ def steps(directory: Path, *sets: str, said: list[str] | None = None) -> list[in
         evaluator = Evaluator(
             config.eval,
             heldout_data(config.heldout_sets(), config.environment, config.reward),
-            sampler=sampler,  # type: ignore[arg-type]
+            episodes=Episodes(drivers=Drivers(loop), sampler=sampler, rewards=rewards),  # type: ignore[arg-type]
             sampling=Sampling(max_tokens=8),
-            rewards=rewards,
-            loop=loop,
         )
         notes.append(f"{evaluator.num_rollouts} rollouts")
         evaluator.evaluate(lambda rollout: notes.append("arrived"), notes.append)

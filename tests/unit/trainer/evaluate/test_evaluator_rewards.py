@@ -8,8 +8,9 @@ from pathlib import Path
 from lockstep.rewards.composition import Reward, RewardSet
 from lockstep.rewards.shaping import Shaping
 from lockstep.rollout.engine.protocol import Sampling
-from lockstep.rollout.records import Rollout
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.collect.driving import Drivers
+from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import heldout_data
 from lockstep.trainer.evaluate.evaluator import Evaluator
@@ -17,8 +18,9 @@ from tests.unit.rewards.test_shaping import rollout
 
 
 class FakeSampler:
-    async def collect(self, examples, **settings) -> list[Rollout]:
-        return [rollout(8, turn_rewards=[1.0]) for _ in examples]
+    async def collect(self, examples, *, on_group, **settings) -> None:
+        for _ in examples:
+            on_group([rollout(8, turn_rewards=[1.0])])
 
 
 def test_an_evaluation_that_shares_the_rewards_of_a_run_is_not_shaped(tmp_path: Path) -> None:
@@ -31,10 +33,8 @@ def test_an_evaluation_that_shares_the_rewards_of_a_run_is_not_shaped(tmp_path: 
         evaluator = Evaluator(
             config.eval,
             heldout_data(config.heldout_sets(), config.environment, config.reward),
-            sampler=FakeSampler(),  # type: ignore[arg-type]
+            episodes=Episodes(drivers=Drivers(loop), sampler=FakeSampler(), rewards=rewards),  # type: ignore[arg-type]
             sampling=Sampling(max_tokens=8),
-            rewards=rewards,
-            loop=loop,
         )
         found = evaluator.evaluate().rollouts
     assert [(one.reward, one.rewards) for one in found] == [(0.5, {"half": 0.5})] * len(found)
