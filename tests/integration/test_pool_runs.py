@@ -7,6 +7,7 @@ Fifty faults take half an hour:
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
@@ -24,8 +25,8 @@ from tests.fixtures.servers import EngineServer, send
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(3600)]
 
-CHANGES = ("sync/engines", "sync/requests_resent", "sync/canary")
-"""Beginnings of metrics that a fault may change."""
+CHANGES = ("sync/engines", "sync/requests_resent", "sync/canary", "user_files.json")
+"""Beginnings of metrics that a fault may change, and a file that names the folder of its own run."""
 SETTINGS = {"rollout.silence_timeout_s": 3, "sync.timeout_s": 30, "sync.bucket_mib": 0.25}
 
 
@@ -158,6 +159,46 @@ def test_a_run_whose_servers_are_all_gone_waits_and_goes_on(
     assert "no engine is left" in said
     assert "waiting up to 600 s for a server of rollout.urls" in said
     assert f"the engine at {fleet.servers[1].url} joined with the weights of the run" in said
+
+
+def test_a_driver_whose_only_server_is_lost_leaves_its_share_to_the_other(
+    fleet: Fleet, forked_servers: ForkedServers, tmp_path: Path
+) -> None:
+    whole, struck = tmp_path / "whole", tmp_path / "struck"
+    settings = {"rollout.urls": f"[{fleet.servers[0].url},{fleet.servers[1].url}]", "rollout.drivers": 2}
+    finish(launch(fleet, forked_servers, whole, updates=6, **settings))
+    process = launch(fleet, forked_servers, struck, updates=6, **settings)
+    run = Run(process, struck)
+    run.wait_for_updates(1)
+    fleet.strike(1, signal.SIGKILL)
+    run.wait_for_updates(1)
+    fleet.restart(1)
+    fleet.servers[1].wait_until_ready()
+    fleet.strike(0, signal.SIGKILL)
+    said = finish(process)
+    assert changed(whole, struck) == []
+    assert f"rank 1: the engine at {fleet.servers[1].url} is lost" in said
+
+
+def test_asynchronous_rollouts_go_on(fleet: Fleet, forked_servers: ForkedServers, tmp_path: Path) -> None:
+    process = launch(fleet, forked_servers, tmp_path / "struck", **{"updates": 6, "rollout.max_staleness": 1})
+    run = Run(process, tmp_path / "struck")
+    run.wait_for_updates(1)
+    fleet.strike(0, signal.SIGKILL)
+    run.wait_for_updates(1)
+    fleet.strike(1, signal.SIGKILL)
+    fleet.strike(2, signal.SIGKILL)
+    fleet.restart(1)
+    finish(process)
+    lines = [
+        json.loads(line) for line in (run_directory(tmp_path / "struck") / "metrics.jsonl").read_text().splitlines()
+    ]
+    lines = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    for line in lines:
+        assert line["rollout/token_match_rate"] == 1.0
+        assert line["rollout_correction/version_lag_max"] <= 1
+        assert line["sync/canary_abs_diff"] < 1e-3
 
 
 @pytest.mark.slow

@@ -45,13 +45,14 @@ class Engine(ScriptedEngine):
     def __init__(self, rank: int, failing: Callable[[int], Exception | None] = lambda seed: None) -> None:
         super().__init__(script=lambda ids, sampling: [5 + (sampling.seed or 0) % 97] * (1 + (sampling.seed or 0) % 7))
         self._chance, self._failing = random.Random(rank), failing
-        self.num_waiting = 0
+        self.num_waiting = self.num_requests = 0
         self.version = 0
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
     ) -> EngineCall:
         self.num_waiting += 1
+        self.num_requests += 1
         try:
             await asyncio.sleep(self._chance.random() * 0.01)
             if failure := self._failing(sampling.seed or 0):
@@ -108,6 +109,8 @@ class Rank:
         self.config.data.curriculum.rest_epochs = int(resting)
         for name, value in algorithm.items():
             setattr(self.config.algorithm, name, value)
+        self.is_served = True
+        """False: all engines of this rank are lost."""
         self.engine = Engine(rank.rank, failing)
         sampler = Sampler(
             engine=self.engine, chat=Chat(chat_tokenizer("qwen3")), make_environment=SingleTurn, max_turns=1, seed=7
@@ -117,7 +120,7 @@ class Rank:
             row.place = f"row {number} of rows.jsonl"
         self.prompts = Prompts([rows], seed=0, shuffle=True, curriculum=self.config.data.curriculum)
         self.episodes = Episodes(
-            drivers=Drivers(loop, rank, drivers),
+            drivers=Drivers(loop, rank, drivers, has_engine=lambda: self.is_served),
             sampler=sampler if rank.rank in drivers else None,
             rewards=RewardSet(list(rewards) or [Reward(name="own", function=own)], tolerance or TOLERANT),
         )
@@ -190,6 +193,25 @@ def test_records_order_and_metrics_do_not_depend_on_the_number_of_drivers(case: 
         for other in others:
             assert [step[0] for step in other] == [[]] * STEPS
             assert [step[4] for step in other] == [step[4] for step in expected], "the position is that of rank 0"
+
+
+def test_groups_of_a_driver_without_engines_are_sampled_by_the_others() -> None:
+    expected = in_form(FORMS[0], steps)[0]
+
+    def struck(rank: Rank) -> list[Any]:
+        collect, number = rank.source.collect, rank.episodes.drivers.index
+
+        def with_losses(step: int, *arguments: Any) -> Any:
+            rank.is_served = number != (None, 1, 0, 2)[step]  # another driver in each step, and none in the first
+            before = rank.engine.num_requests
+            one = collect(step, *arguments)
+            assert rank.is_served == (rank.engine.num_requests > before)
+            return one
+
+        rank.source.collect = with_losses  # type: ignore[method-assign]
+        return steps(rank)
+
+    assert in_form((3, (0, 1, 2)), struck)[0] == expected
 
 
 def test_rank_0_sees_every_rollout_of_the_step_arrive() -> None:
