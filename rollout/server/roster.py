@@ -88,8 +88,8 @@ class ServerRoster(Roster):
         with self._lock:
             left, self._left = self._left, {}
             ready, self._ready = self._ready, {}
+            self._servers = [engine for engine in self._servers if engine not in left]
         for engine in left:
-            self._servers.remove(engine)
             self._loop.run(engine.close())
         listed = self._listed()
         for engine in [one for one in self._servers if one.url not in listed]:
@@ -170,15 +170,20 @@ class ServerRoster(Roster):
             await engine.close()
 
         self._pool.remove(engine)
-        self._servers.remove(engine)
+        with self._lock:
+            self._servers.remove(engine)
+            is_told = self._left.pop(engine, None) is not None  # a request found it lost, too
         self._loop.run(leave())
-        self._tell_lost(engine, reason)
+        if not is_told:
+            self._tell_lost(engine, reason)
 
     def _left_pool(self, engine: PooledEngine, error: EngineLostError) -> None:
         """Take note of an engine that a request found lost. Called in the event loop."""
         assert isinstance(engine, ServerEngine)
         engine.give_up(str(error))
         with self._lock:
+            if engine not in self._servers:  # a sync has dropped it meanwhile
+                return
             self._left[engine] = str(error)
         self._tell_lost(engine, str(error))
 

@@ -11,6 +11,7 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -60,11 +61,24 @@ class Fleet:
         """Start a server at the address of a dead one, without waiting for it."""
         dead = self.servers[index]
         dead.stop()
-        self.servers[index] = self.start(int(dead.url.rpartition(":")[2]))
+        port = int(dead.url.rpartition(":")[2])
+        while is_taken(port):  # a killed process holds it until its memory is freed
+            time.sleep(0.05)
+        self.servers[index] = self.start(port)
 
     def close(self) -> None:
         for server in self._started:
             server.stop()
+
+
+def is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
 
 class Run:

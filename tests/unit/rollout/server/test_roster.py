@@ -142,6 +142,23 @@ def test_a_server_that_a_request_finds_lost_is_connected_again(world: World) -> 
     assert world.servers[0].is_closed
 
 
+@pytest.mark.parametrize("is_request_first", [True, False])
+def test_a_server_that_requests_and_a_sync_find_lost_is_named_once(world: World, is_request_first: bool) -> None:
+    lost, error = world.servers[0], EngineLostError("it is gone")
+
+    def by_request() -> None:
+        world.pool.remove(lost)
+        world.roster._left_pool(lost, error)
+
+    found = [by_request, lambda: world.roster.lose(lost, error)]
+    for find in found if is_request_first else reversed(found):
+        find()
+    world.sync()
+    assert world.serving == [B]
+    assert world.said == [f"the engine at {A} is lost: it is gone (1 engines go on)"]
+    assert lost.is_closed
+
+
 def test_a_server_that_fails_its_first_canary_is_not_asked_again_at_once(world: World) -> None:
     world.found[C] = None
     world.listed = [A, B, C]
