@@ -117,7 +117,7 @@ class ServerRoster(Roster):
             self._pool.add(engine)
             if self._has_served:
                 self._num_joined += 1
-                self._warn(f"{engine.name} joined with the weights of the run ({len(self._pool.members)} engines now)")
+                self._warn(f"{engine.name} joined with the weights of the run ({len(self._pool.members)} serve)")
         self._has_served = True
 
     def metrics(self) -> Mapping[str, float]:
@@ -190,7 +190,7 @@ class ServerRoster(Roster):
     def _tell_lost(self, engine: ServerEngine, reason: str) -> None:
         self._num_lost += 1
         first_line = (reason.splitlines() or [""])[0]
-        self._warn(f"{engine.name} is lost: {first_line} ({len(self._pool.members)} engines go on)")
+        self._warn(f"{engine.name} is lost: {first_line} ({len(self._pool.members)} left)")
 
     def _refuse(self, url: str, reason: str) -> None:
         with self._lock:

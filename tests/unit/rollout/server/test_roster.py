@@ -102,7 +102,7 @@ def test_a_new_address_serves_after_the_sync_that_sent_to_it(world: World) -> No
     world.roster.serve()
     assert world.serving == [A, B, C]
     assert not world.roster.is_new(joining)
-    assert world.said == [f"the engine at {C} joined with the weights of the run (3 engines now)"]
+    assert world.said == [f"the engine at {C} joined with the weights of the run (3 serve)"]
     assert world.roster.metrics()["sync/engines_joined"] == 1
     assert world.roster.metrics()["sync/engines_joined"] == 0
 
@@ -114,7 +114,7 @@ def test_a_server_that_leaves_the_list_is_given_up_at_the_next_sync(world: World
     gone = world.servers[1]
     assert gone.given_up == "rollout.urls does not list it any more"
     assert gone.is_closed
-    assert world.said == [f"the engine at {B} is lost: rollout.urls does not list it any more (1 engines go on)"]
+    assert world.said == [f"the engine at {B} is lost: rollout.urls does not list it any more (1 left)"]
 
 
 def test_a_restarted_server_is_another_one(world: World) -> None:
@@ -133,7 +133,7 @@ def test_a_server_that_a_request_finds_lost_is_connected_again(world: World) -> 
     world.pool.remove(world.servers[0])
     assert world.pool.on_lost is not None
     world.pool.on_lost(world.servers[0], EngineLostError("it hangs"))
-    assert world.said == [f"the engine at {A} is lost: it hangs (1 engines go on)"]
+    assert world.said == [f"the engine at {A} is lost: it hangs (1 left)"]
     assert world.servers[0].given_up == "it hangs", "its other requests go elsewhere at once"
     world.found[A] = None
     world.wait_until(lambda: A in world.roster._ready)
@@ -155,7 +155,7 @@ def test_a_server_that_requests_and_a_sync_find_lost_is_named_once(world: World,
         find()
     world.sync()
     assert world.serving == [B]
-    assert world.said == [f"the engine at {A} is lost: it is gone (1 engines go on)"]
+    assert world.said == [f"the engine at {A} is lost: it is gone (1 left)"]
     assert lost.is_closed
 
 
