@@ -369,7 +369,7 @@ class WeightSync:
         return self._address
 
     def _init_info(self, receivers: list[Receivers]) -> TrainerInitInfo:
-        """Return vLLM's settings of the transport, in which every rank with engines has rank 0 of a group of its own."""
+        """Return vLLM's settings of the transport, in which each rank with engines has rank 0 of its own group."""
         hosts = self._engines.hosts
         rank = 0 if hosts else 1
         buffer_bytes = max(self._bucket_bytes, *self._sizes)  # vLLM refuses a tensor that is larger than its buffer

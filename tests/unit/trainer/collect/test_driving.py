@@ -357,6 +357,24 @@ def test_an_evaluation_is_the_same_with_any_drivers() -> None:
         assert others == [([], {}, 0)] * len(others)
 
 
+def test_errors_of_an_evaluation_are_those_of_all_drivers() -> None:
+    def evaluate(rank: Rank) -> None:
+        rank.config.eval.samples_per_prompt = 2
+        data = {"": rank.prompts.sets[0][:5]}
+        Evaluator(rank.config.eval, data, episodes=rank.episodes, sampling=Sampling(max_tokens=8)).evaluate()  # type: ignore[arg-type]
+
+    def fails(rollout: Rollout) -> float:
+        if rollout.group_id in (1, 3):
+            raise ValueError("broken")
+        return 0.0
+
+    rewards = [Reward(name="fails", function=fails)]
+    for form in FORMS:
+        in_form(form, evaluate, rewards=rewards, tolerance=FaultTolerance(max_error_rate=0.5))
+        with pytest.raises(RewardError, match="4 of 10 reward calls failed"):
+            in_form(form, evaluate, rewards=rewards, tolerance=FaultTolerance(max_error_rate=0.3))
+
+
 def test_records_keep_what_calls_share_over_many_turns() -> None:
     calls: list[EngineCall] = []
     ids: tuple[int, ...] = (1,)
