@@ -21,6 +21,7 @@ from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.start import engine_settings, start_embedded
@@ -52,18 +53,18 @@ class Engines:
             self.loop.run(self.pool.close())
 
 
-def driver_ranks(config: Config, distributed: Distributed) -> tuple[int, ...]:
-    """Return the ranks that drive, in the order of their numbers; a collective. Raises as `drivers_of`."""
+def driver_ranks(rollout: RolloutConfig, distributed: Distributed, *, address: str | None) -> tuple[int, ...]:
+    """Return the ranks that drive, in the order of their numbers; a collective. address, errors: as of `drivers_of`."""
     own = torch.tensor([int(os.environ.get("LOCAL_RANK", "0"))])
-    return drivers_of(config, distributed.gather(own).tolist())
+    return drivers_of(rollout, distributed.gather(own).tolist(), address=address)
 
 
-def drivers_of(config: Config, local_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that drive. local_ranks: the number of each rank on its machine.
+def drivers_of(rollout: RolloutConfig, local_ranks: Sequence[int], *, address: str | None) -> tuple[int, ...]:
+    """Return the ranks that drive. local_ranks: the number of each rank on its machine. address: `sync.address`.
 
     Raises `ConfigError` for more drivers than ranks, or on more machines than `sync.address` can be of.
     """
-    rollout, address, world_size = config.rollout, config.sync.address, len(local_ranks)
+    world_size = len(local_ranks)
     if rollout.engine != "server":
         return tuple(range(world_size)) if rollout.engine == "colocated" else (0,)
     machines = 1 if address is not None else local_ranks.count(0)

@@ -240,7 +240,7 @@ class Assembly:
         rollout = self._config.rollout
         if not self._config.has_rollouts:
             return Engines(loop=self._loop), Drivers(self._loop, self._distributed)
-        ranks = driver_ranks(self._config, self._distributed)
+        ranks = driver_ranks(rollout, self._distributed, address=self._config.sync.address)
         if rollout.urls:
             self._console.say(f"waiting for the engines at {', '.join(rollout.urls)} ...")
         else:

@@ -39,7 +39,7 @@ def main(directory: Path) -> None:
     config.rollout.max_model_len, config.rollout.kv_cache_gib = 320, 0.0625
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
     with BackgroundLoop() as loop:
-        ranks = driver_ranks(config, distributed)
+        ranks = driver_ranks(config.rollout, distributed, address=None)
         engines = start_engines(config, distributed, loop=loop, logs=directory, drivers=ranks)
         assert engines.pool is not None
         own: Any = engines.synced[0]

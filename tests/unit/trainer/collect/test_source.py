@@ -252,6 +252,7 @@ def test_remax_samples_one_greedy_answer_per_prompt_and_never_trains_it() -> Non
     collected = collect(made, 7)
     assert [asked["sampling"].temperature for asked in sampler.asked] == [1.0, 0.0]
     assert sampler.asked[1]["rows"] == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert sampler.asked[1]["group_ids"] == [0, 1, 2]
     assert collected.greedy_rewards == {0: 0.0, 1: 1.0, 2: 2.0}
     assert len(collected.trained) == 3 * GROUP
     assert collected.metrics["rollout/greedy_fraction"] == 3 / (3 + 3 * GROUP)

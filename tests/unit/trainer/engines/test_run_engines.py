@@ -86,11 +86,11 @@ TWO_MACHINES = [0, 1, 2, 0, 1, 2]
 def test_drivers_are_spread_over_machines_first(
     config: Config, local_ranks: list[int], expected: tuple[int, ...]
 ) -> None:
-    assert drivers_of(config, local_ranks) == expected
+    assert drivers_of(config.rollout, local_ranks, address=config.sync.address) == expected
 
 
 def test_more_drivers_than_ranks_or_machines_of_an_address_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout.drivers=3 are ranks, and this run has 2; set rollout.drivers=2 or"):
-        drivers_of(served(3), [0, 1])
+        drivers_of(served(3).rollout, [0, 1], address=None)
     with pytest.raises(ConfigError, match=r"on several machines, and sync.address=10.0.0.1 .* set sync.address=null"):
-        drivers_of(served(2, address="10.0.0.1"), TWO_MACHINES)
+        drivers_of(served(2).rollout, TWO_MACHINES, address="10.0.0.1")
