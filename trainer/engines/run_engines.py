@@ -21,7 +21,6 @@ from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.start import engine_settings, start_embedded
@@ -53,36 +52,6 @@ class Engines:
             self.loop.run(self.pool.close())
 
 
-def driver_ranks(rollout: RolloutConfig, distributed: Distributed, *, address: str | None) -> tuple[int, ...]:
-    """Return the ranks that drive, in the order of their numbers; a collective. address, errors: as of `drivers_of`."""
-    own = torch.tensor([int(os.environ.get("LOCAL_RANK", "0"))])
-    return drivers_of(rollout, distributed.gather(own).tolist(), address=address)
-
-
-def drivers_of(rollout: RolloutConfig, local_ranks: Sequence[int], *, address: str | None) -> tuple[int, ...]:
-    """Return the ranks that drive. local_ranks: the number of each rank on its machine. address: `sync.address`.
-
-    Raises `ConfigError` for more drivers than ranks, or on more machines than `sync.address` can be of.
-    """
-    world_size = len(local_ranks)
-    if rollout.engine != "server":
-        return tuple(range(world_size)) if rollout.engine == "colocated" else (0,)
-    machines = 1 if address is not None else local_ranks.count(0)
-    count = min(machines, len(rollout.urls)) if rollout.drivers is None else rollout.drivers
-    if count > world_size:
-        raise ConfigError(
-            f"rollout.drivers={count} are ranks, and this run has {world_size}; set rollout.drivers={world_size} or "
-            "less, or launch more with `accelerate launch --num_processes`"
-        )
-    ranks = tuple(sorted(range(world_size), key=lambda rank: (local_ranks[rank], rank))[:count])
-    if address is not None and sum(local_ranks[rank] == 0 for rank in ranks) > 1:
-        raise ConfigError(
-            f"rollout.drivers={count} are on several machines, and sync.address={address} is an address of one; set "
-            "sync.address=null, or rollout.drivers=1"
-        )
-    return ranks
-
-
 def start_engines(
     config: Config,
     distributed: Distributed,
@@ -94,7 +63,7 @@ def start_engines(
 ) -> Engines:
     """Start or connect to the engines of the configuration; a collective. logs: directory of the engines' logs.
 
-    drivers: `driver_ranks`. images: of prompts.
+    drivers: their ranks, in the order of their numbers. images: of prompts.
 
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """

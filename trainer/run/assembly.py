@@ -27,7 +27,7 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, Prompts, heldout_data, training_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
-from lockstep.trainer.engines.run_engines import Engines, driver_ranks, start_engines
+from lockstep.trainer.engines.run_engines import Engines, start_engines
 from lockstep.trainer.model.chosen import with_chosen, with_compilation
 from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.families import unproven
@@ -239,8 +239,13 @@ class Assembly:
         """Start the engines of a run with rollouts, and choose the ranks that drive."""
         rollout = self._config.rollout
         if not self._config.has_rollouts:
-            return Engines(loop=self._loop), Drivers(self._loop, self._distributed)
-        ranks = driver_ranks(rollout, self._distributed, address=self._config.sync.address)
+            return Engines(loop=self._loop), Drivers(self._loop)
+        ranks, drivers = (0,), Drivers(self._loop)
+        if self._distributed.world_size > 1 or rollout.drivers is not None:
+            from lockstep.trainer.collect.several_ranks import SeveralRanks, driver_ranks  # other runs do not load it
+
+            ranks = driver_ranks(rollout, self._distributed, address=self._config.sync.address)
+            drivers = SeveralRanks(self._loop, self._distributed, ranks)
         if rollout.urls:
             self._console.say(f"waiting for the engines at {', '.join(rollout.urls)} ...")
         else:
@@ -255,7 +260,7 @@ class Assembly:
             drivers=ranks,
             images=self._images,
         )
-        return engines, Drivers(self._loop, self._distributed, ranks)
+        return engines, drivers
 
     def _teacher(self, engines: Engines, chat: Chat) -> Teacher | None:
         """Start the teacher."""

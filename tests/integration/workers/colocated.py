@@ -22,9 +22,10 @@ from lockstep.rollout.errors import EngineError, LockstepError
 from lockstep.rollout.records import EngineCall
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.collect.several_ranks import driver_ranks
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.engines.run_engines import driver_ranks, start_engines
+from lockstep.trainer.engines.run_engines import start_engines
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.processes import descendants
 

@@ -22,8 +22,9 @@ from lockstep.rollout.records import DataRow, EngineCall, FinishReason, ImageSpa
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.collect.async_source import Producer
-from lockstep.trainer.collect.driving import Drivers, pack
+from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
+from lockstep.trainer.collect.several_ranks import SeveralRanks, pack
 from lockstep.trainer.collect.source import Collector, RolloutSource
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Prompts
@@ -117,7 +118,7 @@ class Rank:
             row.place = f"row {number} of rows.jsonl"
         self.prompts = Prompts([rows], seed=0, shuffle=True, curriculum=self.config.data.curriculum)
         self.episodes = Episodes(
-            drivers=Drivers(loop, rank, drivers),
+            drivers=SeveralRanks(loop, rank, drivers) if rank.world_size > 1 else Drivers(loop),
             sampler=sampler if rank.rank in drivers else None,
             rewards=RewardSet(list(rewards) or [Reward(name="own", function=own)], tolerance or TOLERANT),
         )
@@ -306,7 +307,7 @@ def test_ranks_that_fail_at_once_with_different_errors_raise_the_same_one() -> N
             raise RewardError("no reward") if rank.is_main else EngineError("no engine")
 
         with pytest.raises(RewardError) as raised:
-            Drivers(None, rank, (0, 1)).together(fails)  # type: ignore[arg-type]
+            SeveralRanks(None, rank, (0, 1)).together(fails)  # type: ignore[arg-type]
         return str(raised.value)
 
     assert on_ranks(2, work) == ["no reward"] * 2

@@ -19,6 +19,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.groups import Collected, has_spread
+from lockstep.trainer.collect.several_ranks import SeveralRanks
 from lockstep.trainer.collect.source import Collector
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
@@ -107,7 +108,7 @@ def collector(
 ) -> tuple[Collector, Prompts]:
     rows = [{"n": n} for n in range(50)]
     prompts = Prompts([rows], seed=0, shuffle=False, curriculum=settings.data.curriculum)
-    drivers = Drivers(loop or FakeLoop(), rank)  # type: ignore[arg-type]
+    drivers = SeveralRanks(loop, rank, (0,)) if rank and loop else Drivers(FakeLoop())  # type: ignore[arg-type]
     episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards or FakeRewards(reward))  # type: ignore[arg-type]
     made = Collector(settings, episodes=episodes, sampling=Sampling(max_tokens=8), prompts=prompts)
     return made, prompts
