@@ -6,7 +6,7 @@
                  └─ begun at v7       └─ new weights arrive while it is sampled: its tokens carry v7 and v8
 
 Rank 0 decides which groups begin and which batch is ready; drivers sample and score their groups, and hand complete
-ones to rank 0 in `collect` (`trainer/collect/driving.py`). Groups begin only in `collect`, so the state that a
+ones to rank 0 in `collect` (`trainer/collect/several_ranks.py`). Groups begin only in `collect`, so the state that a
 checkpoint saves between two steps does not move. Between steps their episodes continue in the background loop of each
 driver, and each group is scored as soon as it is complete.
 

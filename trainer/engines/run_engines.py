@@ -20,7 +20,6 @@ from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.errors import ConfigError
-from lockstep.rollout.server.url_list import is_watched
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.roster import Roster
 from lockstep.trainer.config.schema import Config
@@ -62,37 +61,6 @@ class Engines:
             self.loop.run(self.pool.close())
 
 
-def driver_ranks(config: Config, distributed: Distributed) -> tuple[int, ...]:
-    """Return the ranks that drive, in the order of their numbers; a collective. Raises as `drivers_of`."""
-    own = torch.tensor([int(os.environ.get("LOCAL_RANK", "0"))])
-    return drivers_of(config, distributed.gather(own).tolist())
-
-
-def drivers_of(config: Config, local_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that drive. local_ranks: the number of each rank on its machine.
-
-    Raises `ConfigError` for more drivers than ranks, or on more machines than `sync.address` can be of.
-    """
-    rollout, address, world_size = config.rollout, config.sync.address, len(local_ranks)
-    if rollout.engine != "server":
-        return tuple(range(world_size)) if rollout.engine == "colocated" else (0,)
-    is_one = address is not None or any(map(is_watched, rollout.urls))
-    machines = 1 if is_one else local_ranks.count(0)
-    count = min(machines, len(rollout.urls)) if rollout.drivers is None else rollout.drivers
-    if count > world_size:
-        raise ConfigError(
-            f"rollout.drivers={count} are ranks, and this run has {world_size}; set rollout.drivers={world_size} or "
-            "less, or launch more with `accelerate launch --num_processes`"
-        )
-    ranks = tuple(sorted(range(world_size), key=lambda rank: (local_ranks[rank], rank))[:count])
-    if address is not None and sum(local_ranks[rank] == 0 for rank in ranks) > 1:
-        raise ConfigError(
-            f"rollout.drivers={count} are on several machines, and sync.address={address} is an address of one; set "
-            "sync.address=null, or rollout.drivers=1"
-        )
-    return ranks
-
-
 def start_engines(
     config: Config,
     distributed: Distributed,
@@ -105,7 +73,6 @@ def start_engines(
 ) -> Engines:
     """Start or connect to the engines of the configuration; a collective. logs: directory of the engines' logs.
 
-    drivers: `driver_ranks`. images: of prompts. warn: told of servers that leave and join.
 
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """

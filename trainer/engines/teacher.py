@@ -2,10 +2,10 @@
 
     rows of a step ─► teacher's engine, all rows at once ─► logprobs, most probable tokens ─► StepBatch.teacher
 
-Rank 0 talks to it, and all ranks get its scores with the rows. It scores token ids, so student and teacher must have one
-vocabulary. It computes the student's whole row, prompt included, at temperature 1, as engines score prompts. The prompt
-may have a context that the student did not see (teacher_prompts.py); then the policy itself, in the engines from which
-rank 0 samples, can be the teacher.
+Rank 0 talks to it, and all ranks get its scores with the rows. It scores token ids, so student and teacher must have
+one vocabulary. It computes the student's whole row, prompt included, at temperature 1, as engines score prompts. The
+prompt may have a context that the student did not see (teacher_prompts.py); then the policy itself, in the engines from
+which rank 0 samples, can be the teacher.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import DataSet, Prompts, heldout_data, training_data
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.recovery import Recovery
-from lockstep.trainer.engines.run_engines import Engines, driver_ranks, start_engines
+from lockstep.trainer.engines.run_engines import Engines, start_engines
 from lockstep.trainer.model.chosen import with_chosen, with_compilation
 from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.families import unproven
@@ -242,8 +242,13 @@ class Assembly:
         """Start the engines of a run with rollouts, and choose the ranks that drive."""
         rollout = self._config.rollout
         if not self._config.has_rollouts:
-            return Engines(loop=self._loop), Drivers(self._loop, self._distributed)
-        ranks = driver_ranks(self._config, self._distributed)
+            return Engines(loop=self._loop), Drivers(self._loop)
+        ranks, drivers = (0,), Drivers(self._loop)
+        if self._distributed.world_size > 1 or rollout.drivers is not None:
+            from lockstep.trainer.collect.several_ranks import SeveralRanks, driver_ranks  # other runs do not load it
+
+            ranks = driver_ranks(rollout, self._distributed, address=self._config.sync.address)
+            drivers = SeveralRanks(self._loop, self._distributed, ranks)
         if rollout.urls:
             self._console.say(f"waiting for the engines at {', '.join(rollout.urls)} ...")
         else:
@@ -259,10 +264,9 @@ class Assembly:
             images=self._images,
             warn=self._warn_of_engine,
         )
-        pool = engines.pool
-        return engines, Drivers(
-            self._loop, self._distributed, ranks, has_engine=lambda: pool is not None and bool(pool.members)
-        )
+        if (pool := engines.pool) is not None:
+            drivers.has_engine = lambda: bool(pool.members)
+        return engines, drivers
 
     def _warn_of_engine(self, sentence: str) -> None:
         """Say on any rank that a server left or joined; only rank 0 has a console."""

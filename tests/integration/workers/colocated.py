@@ -22,9 +22,10 @@ from lockstep.rollout.errors import EngineError, LockstepError
 from lockstep.rollout.records import EngineCall
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.sync import WeightSync
+from lockstep.trainer.collect.several_ranks import driver_ranks
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.engines.run_engines import driver_ranks, start_engines
+from lockstep.trainer.engines.run_engines import start_engines
 from tests.fixtures.models import perturb, sampled_logprobs
 from tests.fixtures.processes import descendants
 
@@ -39,7 +40,7 @@ def main(directory: Path) -> None:
     config.rollout.max_model_len, config.rollout.kv_cache_gib = 320, 0.0625
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
     with BackgroundLoop() as loop:
-        ranks = driver_ranks(config, distributed)
+        ranks = driver_ranks(config.rollout, distributed, address=None)
         engines = start_engines(config, distributed, loop=loop, logs=directory, drivers=ranks)
         assert engines.pool is not None
         own: Any = engines.synced[0]

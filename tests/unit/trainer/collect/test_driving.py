@@ -22,8 +22,9 @@ from lockstep.rollout.records import DataRow, EngineCall, FinishReason, ImageSpa
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.collect.async_source import Producer
-from lockstep.trainer.collect.driving import Drivers, pack
+from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
+from lockstep.trainer.collect.several_ranks import SeveralRanks, pack
 from lockstep.trainer.collect.source import Collector, RolloutSource
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Prompts
@@ -120,10 +121,11 @@ class Rank:
             row.place = f"row {number} of rows.jsonl"
         self.prompts = Prompts([rows], seed=0, shuffle=True, curriculum=self.config.data.curriculum)
         self.episodes = Episodes(
-            drivers=Drivers(loop, rank, drivers, has_engine=lambda: self.is_served),
+            drivers=SeveralRanks(loop, rank, drivers) if rank.world_size > 1 else Drivers(loop),
             sampler=sampler if rank.rank in drivers else None,
             rewards=RewardSet(list(rewards) or [Reward(name="own", function=own)], tolerance or TOLERANT),
         )
+        self.episodes.drivers.has_engine = lambda: self.is_served
         make: type[RolloutSource] = Producer if max_staleness else Collector
         self.source = make(self.config, episodes=self.episodes, sampling=Sampling(max_tokens=8), prompts=self.prompts)
         self.shown: list[int] = []
@@ -328,7 +330,7 @@ def test_ranks_that_fail_at_once_with_different_errors_raise_the_same_one() -> N
             raise RewardError("no reward") if rank.is_main else EngineError("no engine")
 
         with pytest.raises(RewardError) as raised:
-            Drivers(None, rank, (0, 1)).together(fails)  # type: ignore[arg-type]
+            SeveralRanks(None, rank, (0, 1)).together(fails)  # type: ignore[arg-type]
         return str(raised.value)
 
     assert on_ranks(2, work) == ["no reward"] * 2
@@ -377,6 +379,24 @@ def test_an_evaluation_is_the_same_with_any_drivers() -> None:
         main, *others = in_form(form, evaluated)
         assert main == expected
         assert others == [([], {}, 0)] * len(others)
+
+
+def test_errors_of_an_evaluation_are_those_of_all_drivers() -> None:
+    def evaluate(rank: Rank) -> None:
+        rank.config.eval.samples_per_prompt = 2
+        data = {"": rank.prompts.sets[0][:5]}
+        Evaluator(rank.config.eval, data, episodes=rank.episodes, sampling=Sampling(max_tokens=8)).evaluate()  # type: ignore[arg-type]
+
+    def fails(rollout: Rollout) -> float:
+        if rollout.group_id in (1, 3):
+            raise ValueError("broken")
+        return 0.0
+
+    rewards = [Reward(name="fails", function=fails)]
+    for form in FORMS:
+        in_form(form, evaluate, rewards=rewards, tolerance=FaultTolerance(max_error_rate=0.5))
+        with pytest.raises(RewardError, match="4 of 10 reward calls failed"):
+            in_form(form, evaluate, rewards=rewards, tolerance=FaultTolerance(max_error_rate=0.3))
 
 
 def test_records_keep_what_calls_share_over_many_turns() -> None:

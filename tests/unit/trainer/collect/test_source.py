@@ -19,6 +19,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.groups import Collected, has_spread
+from lockstep.trainer.collect.several_ranks import SeveralRanks
 from lockstep.trainer.collect.source import Collector
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
@@ -107,7 +108,7 @@ def collector(
 ) -> tuple[Collector, Prompts]:
     rows = [{"n": n} for n in range(50)]
     prompts = Prompts([rows], seed=0, shuffle=False, curriculum=settings.data.curriculum)
-    drivers = Drivers(loop or FakeLoop(), rank)  # type: ignore[arg-type]
+    drivers = SeveralRanks(loop, rank, (0,)) if rank and loop else Drivers(FakeLoop())  # type: ignore[arg-type]
     episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards or FakeRewards(reward))  # type: ignore[arg-type]
     made = Collector(settings, episodes=episodes, sampling=Sampling(max_tokens=8), prompts=prompts)
     return made, prompts
@@ -252,6 +253,7 @@ def test_remax_samples_one_greedy_answer_per_prompt_and_never_trains_it() -> Non
     collected = collect(made, 7)
     assert [asked["sampling"].temperature for asked in sampler.asked] == [1.0, 0.0]
     assert sampler.asked[1]["rows"] == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert sampler.asked[1]["group_ids"] == [0, 1, 2]
     assert collected.greedy_rewards == {0: 0.0, 1: 1.0, 2: 2.0}
     assert len(collected.trained) == 3 * GROUP
     assert collected.metrics["rollout/greedy_fraction"] == 3 / (3 + 3 * GROUP)

@@ -1,4 +1,4 @@
-"""The ranks that drive, and the memory of a colocated engine, planned from the model's shape."""
+"""Memory of a colocated engine, planned from the model's shape before anything starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.engines.run_engines import _memory, check_allocator, drivers_of
+from lockstep.trainer.engines.run_engines import _memory, check_allocator
 from lockstep.trainer.model.memory_plan import GIB, MemoryPlan, cache_gib, memory_plan
 from lockstep.trainer.model.shape import planned_shape
 from tests.fixtures.distributed import FakeRank
@@ -54,43 +54,3 @@ def test_memory_that_cannot_be_shared_with_an_engine_is_refused(name: str) -> No
     check_allocator({name: "max_split_size_mb:128,expandable_segments:False"})
     with pytest.raises(ConfigError, match=f"unset {name}.*rollout=server"):
         check_allocator({name: "max_split_size_mb:128, expandable_segments:True"})
-
-
-def served(drivers: int | None, *, servers: int = 8, address: str | None = None) -> Config:
-    config = Config()
-    config.rollout.engine, config.rollout.drivers, config.sync.address = "server", drivers, address
-    config.rollout.urls = [f"http://127.0.0.1:{8000 + number}" for number in range(servers)]
-    return config
-
-
-TWO_MACHINES = [0, 1, 2, 0, 1, 2]
-"""Local ranks of two machines with three ranks each."""
-
-
-@pytest.mark.parametrize(
-    ("config", "local_ranks", "expected"),
-    [
-        (served(None), [0], (0,)),
-        (served(None), [0, 1, 2, 3], (0,)),
-        (served(None), TWO_MACHINES, (0, 3)),
-        (served(None, servers=1), TWO_MACHINES, (0,)),
-        (served(None, address="10.0.0.1"), TWO_MACHINES, (0,)),
-        (served(1), TWO_MACHINES, (0,)),
-        (served(2), [0, 1, 2, 3], (0, 1)),
-        (served(3), TWO_MACHINES, (0, 3, 1)),
-        (served(6), TWO_MACHINES, (0, 3, 1, 4, 2, 5)),
-        (colocated(None, Path()), TWO_MACHINES, (0, 1, 2, 3, 4, 5)),
-        (Config(), TWO_MACHINES, (0,)),
-    ],
-)
-def test_drivers_are_spread_over_machines_first(
-    config: Config, local_ranks: list[int], expected: tuple[int, ...]
-) -> None:
-    assert drivers_of(config, local_ranks) == expected
-
-
-def test_more_drivers_than_ranks_or_machines_of_an_address_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout.drivers=3 are ranks, and this run has 2; set rollout.drivers=2 or"):
-        drivers_of(served(3), [0, 1])
-    with pytest.raises(ConfigError, match=r"on several machines, and sync.address=10.0.0.1 .* set sync.address=null"):
-        drivers_of(served(2, address="10.0.0.1"), TWO_MACHINES)
