@@ -373,11 +373,15 @@ def test_a_function_of_the_whole_batch_is_called_once_after_the_last_rollout() -
 
 def test_groups_share_the_limit_of_concurrent_calls() -> None:
     running, most = 0, 0
+    two_run = asyncio.Event()
 
     async def judge(found: Rollout) -> float:
         nonlocal running, most
         running += 1
         most = max(most, running)
+        if running == 2:
+            two_run.set()
+        await two_run.wait()
         for _ in range(5):
             await asyncio.sleep(0)
         running -= 1
