@@ -171,7 +171,8 @@ def vllm_resolves_the_cuda_platform(directory: Path) -> None:
 def vllm_has_every_declared_name(directory: Path) -> None:
     from lockstep.rollout.vllm_names import differences, sections
 
-    assert [text for name in sections() if name != "routes" for text in differences(name)] == []
+    found = [text for name in sections() if name != "routes" for text in differences(name)]
+    assert not found, found
 
 
 @check
