@@ -63,8 +63,8 @@ def declared(section: str) -> Iterator[tuple[str, list[Entry]]]:
         yield (
             module,
             [
-                (name, exact == "=", None if taken is None else frozenset(taken.split(",")) - {""})
-                for name, exact, taken in (match.groups() for match in ENTRY.finditer(names))
+                (name, exact == "=", None if parameters is None else frozenset(parameters.split(",")) - {""})
+                for name, exact, parameters in (match.groups() for match in ENTRY.finditer(names))
             ],
         )
 
@@ -79,15 +79,15 @@ def differences(section: str) -> Iterator[str]:
                 raise  # of a package that vLLM needs
             yield f"which has no module {module}"
             continue
-        for name, is_exact, wanted in entries:
-            found = _found(place, name)
-            if not found:
+        for name, is_exact, declared_parameters in entries:
+            objects = _lookup(place, name)
+            if not objects:
                 yield f"whose {module} has no {name.replace('|', ' or ')}"
-            elif wanted is not None:
-                taken = _parameters(found[0])
-                if lacks := wanted - taken:
-                    yield f"whose {module}.{name} does not take {', '.join(sorted(lacks))}"
-                if is_exact and (others := taken - wanted):
+            elif declared_parameters is not None:
+                parameters = _parameters(objects[0])
+                if absent := declared_parameters - parameters:
+                    yield f"whose {module}.{name} does not take {', '.join(sorted(absent))}"
+                if is_exact and (others := parameters - declared_parameters):
                     yield f"whose {module}.{name}, which Lockstep replaces, also takes {', '.join(sorted(others))}"
 
 
@@ -104,9 +104,9 @@ def _check(section: str) -> None:
         raise ConfigError(_sentence("which samples;"))
     if section == "engine" and not is_supported(version):
         log.warning("%s", _sentence(f"and Lockstep was tested with {package}{WINDOW}; if the run fails,"))
-    if found := list(differences(section)):
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise ConfigError(_sentence(f"{found[0]}{more};"))
+    if problems := list(differences(section)):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(_sentence(f"{problems[0]}{more};"))
 
 
 def _installed() -> tuple[str, str]:
@@ -129,7 +129,7 @@ def _numbers(version: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", version)]
 
 
-def _found(place: Any, name: str) -> tuple[Any] | None:
+def _lookup(place: Any, name: str) -> tuple[Any] | None:
     """Return what a module has under a name, in one of its forms; None in place of an attribute of instances."""
     for path in name.split("|"):
         with suppress(AttributeError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lockstep.rollout.engine.adapters import buffer_rank
+from lockstep.rollout.engine.protocol import buffer_rank
 from lockstep.rollout.vllm_names import check_vllm
 
 if TYPE_CHECKING:

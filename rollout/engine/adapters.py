@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lockstep.rollout.engine.protocol import BASE, POLICY
+from lockstep.rollout.engine.protocol import BASE, POLICY, buffer_rank
 from lockstep.rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 POLICY_PATH = "lockstep:policy"
 """Stands for the directory of the policy's adapter in requests: it has none."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of vLLM's buffers (`MaxLoRARanks`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +79,6 @@ def refuse_adapter(model: str, *, source: str) -> None:
     """Raise `EngineError` if a request to an engine without adapters names one: the base would answer for it."""
     if model not in (POLICY, BASE):
         raise EngineError(f"{source} was started without adapters, and a request is for {model}; see model.adapters")
-
-
-def buffer_rank(rank: int) -> int:
-    """Return the smallest rank of vLLM's buffers that holds this one. Raises `ValueError` above all of them."""
-    for one in RANKS:
-        if rank <= one:
-            return one
-    raise ValueError(f"vLLM has adapters up to rank {RANKS[-1]}, found {rank}")
 
 
 def _is_synced() -> bool:

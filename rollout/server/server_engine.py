@@ -350,7 +350,7 @@ class ServerEngine:
 def read_facts(url: str, described: Any) -> ServerFacts:
     """Read an answer of `/server_info`. Raises `ConfigError` for a server with unusable settings."""
     message = (
-        f"{url}/server_info does not describe a server of vLLM {WINDOW}{_found(described)}; start it with "
+        f"{url}/server_info does not describe a server of vLLM {WINDOW}{_version_note(described)}; start it with "
         "`lockstep serve-engine`"
     )
     with _malformed_raises(ConfigError, message):
@@ -399,7 +399,7 @@ def read_facts(url: str, described: Any) -> ServerFacts:
     return facts
 
 
-def _found(described: Any) -> str:
+def _version_note(described: Any) -> str:
     """Return the version that a server tells, for a message."""
     system = described.get("system_env") if isinstance(described, dict) else None
     version = system.get("vllm_version") if isinstance(system, dict) else None

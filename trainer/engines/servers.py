@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
-from lockstep.rollout.engine.adapters import buffer_rank
+from lockstep.rollout.engine.protocol import buffer_rank
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
