@@ -2,6 +2,7 @@
 #
 # Settings: PYTHON=python3.12        the Python to build the environment from
 #           ACCELERATOR=cpu|cuda     which vLLM to install (default: cuda when nvidia-smi lists a GPU)
+#           VLLM=0.33                its version on GPUs, if requirements/ has a lock for it (default: 0.32)
 #           VENV=.venv               where the environment is
 #           SKIP_INSTALL=1           use the environment in VENV without installing (containers, conda)
 #           RECIPE=gsm8k_ppo         recipe of `make reproduce` (docs/recipes.md)
@@ -38,13 +39,14 @@ BENCH ?= $(basename $(notdir $(wildcard benchmarks/*.py)))
 BIN := $(VENV)/bin
 AUDIT := .venv-audit
 CUDA_VENV ?= .venv-cuda
+NEWEST_VENV ?= .venv-newest
 ENVIRONMENTS := .venv-environments
 AGENTS := "langgraph<2" "langchain-openai<2" "openai-agents<0.25" "pydantic-ai-slim[openai]<3" "smolagents[openai]<2"
 # Programs of the environment are called by name: ninja by torch, accelerate by scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
-export PYTHON ACCELERATOR VENV
+export PYTHON ACCELERATOR VENV VLLM
 
-.PHONY: help install environments model train train-zero3 real reproduce check test test-long test-unit test-v2 test-slow test-cuda-wheel lint format plot report bench gpu-check docs lock sbom audit clean
+.PHONY: help install environments model train train-zero3 real reproduce check test test-long test-unit test-v2 test-slow test-cuda-wheel lint format plot report bench gpu-check docs lock sbom audit newest clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -168,6 +170,13 @@ sbom: $(AUDIT)/installed ## Write the bills of materials dist/sbom-*.json (Cyclo
 
 audit: $(AUDIT)/installed ## Look up known vulnerabilities of the locked packages (needs a network)
 	@$(BIN)/python -m scripts.project.audit_packages $(AUDIT)/bin/pip-audit $(ARGS)
+
+# Apart from VENV, which has the locked versions.
+newest: ## Try the newest version of every dependency in NEWEST_VENV=.venv-newest, and say what breaks (needs uv, a network)
+	@command -v uv >/dev/null || { echo "make newest: uv was not found. Install it, for example: pipx install uv" >&2; exit 1; }
+	@ACCELERATOR=cpu VLLM= VENV=$(NEWEST_VENV) bash scripts/install.sh
+	@rm $(NEWEST_VENV)/.lockstep-installed # so that the next call begins with the locks again
+	$(NEWEST_VENV)/bin/python -m scripts.project.newest $(abspath $(NEWEST_VENV))/bin/python
 
 clean: ## Remove caches and build output; keeps .venv, models and runs
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info

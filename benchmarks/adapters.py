@@ -29,7 +29,8 @@ from harness.results import argument_parser, report
 from harness.workloads import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from lockstep.rollout.engine.adapters import A, AdapterSettings, B
+from lockstep.rollout.engine.adapter_receiver import A, B
+from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling

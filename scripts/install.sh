@@ -12,6 +12,7 @@
 #   PYTHON=python3.12      the Python to build the environment from (3.11 to 3.13)
 #   VENV=.venv             where the environment goes
 #   ACCELERATOR=cpu|cuda   which vLLM to install; default: cuda when nvidia-smi lists a GPU, else cpu
+#   VLLM=0.33              its version, if requirements/ has a lock for it (cuda-0.33.txt); default: 0.32
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec 3>&1
@@ -76,7 +77,7 @@ or name one: make install PYTHON=/path/to/python3.12"
 }
 
 # Print the identity of an environment. A change needs a new one, because environments cannot be moved or rebased.
-identity() { printf '%s\n' "$accelerator" "$PWD/$venv" "$("$python" -c 'import sys; print(sys.version, sys.base_prefix)')"; }
+identity() { printf '%s\n' "$accelerator${VLLM:-}" "$PWD/$venv" "$("$python" -c 'import sys; print(sys.version, sys.base_prefix)')"; }
 
 # Hash all inputs that determine the contents of the environment.
 fingerprint() { { identity; cat pyproject.toml requirements/*.txt "${BASH_SOURCE[0]}"; } | sha256sum; }
@@ -154,7 +155,7 @@ install_packages() {
     fi
     # The build tools first, locked as well: packages that PyPI has as source only, and this project, are built with them.
     install_locked --requirement requirements/build.txt || fail "pip failed; its message is above."
-    install_locked --requirement "requirements/$accelerator.txt" || fail "pip failed; its message is above."
+    install_locked --requirement "$lock" || fail "pip failed; its message is above."
     pip_install --no-deps --no-build-isolation --editable . || fail "pip failed; its message is above."
     if [[ $accelerator == cpu ]]; then prepare_cuda_builds; fi
 }
@@ -203,6 +204,9 @@ they are built for one version of torch. Remove $venv and install again."
 
 check_platform
 accelerator=$(choose_accelerator)
+lock=requirements/$accelerator${VLLM:+-$VLLM}.txt
+[[ -e $lock ]] || fail "VLLM=$VLLM was not found: there is no $lock. Leave VLLM out for vLLM 0.32, or use one of: \
+$(echo requirements/*-0.*.txt)"
 python=$(choose_python)
 # The interpreter itself: python3 may belong to the environment that is replaced below.
 python=$("$python" -c 'import os, sys; print(os.path.realpath(sys.executable))')

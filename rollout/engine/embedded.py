@@ -54,6 +54,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.captured_output import redirect_output
 from lockstep.rollout.system.device_memory import release_cached_memory
 from lockstep.rollout.system.gc_freeze import gc_collect_all
+from lockstep.rollout.vllm_names import check_vllm
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -117,6 +118,7 @@ class EmbeddedEngine:
         if settings.max_images and images is None:
             raise ConfigError("an engine with max_images above 0 needs the image processing of its model")
         is_cpu = not torch.cuda.is_available()
+        check_vllm("weights", "engine", *(["cpu"] if is_cpu else []), *(["adapters"] if settings.adapters else []))
         eager = is_cpu and not settings.compile_on_cpu
         if is_cpu and settings.compile_on_cpu:
             _check_compiler()

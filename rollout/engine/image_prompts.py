@@ -17,6 +17,7 @@ from lockstep.rollout.errors import EngineError
 from lockstep.rollout.media.bounded_cache import BoundedCache, bytes_of
 from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.rollout.records import ImageSpan
+from lockstep.rollout.vllm_names import check_vllm
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem
@@ -43,6 +44,7 @@ class ImagePrompts:
     def __init__(self, images: SeenImages, *, max_images: int, dtype: torch.dtype, processor: Any) -> None:
         """max_images: of one prompt. dtype: of the engine's model. processor: vLLM's own of the model, which knows how
         tensors of several images are joined."""
+        check_vllm("images")
         self._images, self._max_images, self._dtype, self._processor = images, max_images, dtype, processor
         self._items = BoundedCache(self._item_of, size=lambda item: item[1], limit=KEPT_BYTES)
         """Items of vLLM, and their bytes, by digest."""

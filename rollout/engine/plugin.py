@@ -29,6 +29,7 @@ from lockstep.rollout.engine.repairs import (
     xielu,
 )
 from lockstep.rollout.system.orphan_guard import exit_when_orphaned
+from lockstep.rollout.vllm_names import check_vllm
 
 CHILD_ENV = "LOCKSTEP_ENGINE_CHILD"
 """Environment variable set while an embedded engine starts its processes."""
@@ -44,8 +45,11 @@ SENDERS = {"cuda_ipc": (CUDA_IPC, "CudaIpcTrainerWeightTransferEngine")}
 """Module and class of a weight transfer on the side of the engine, and of the trainer where vLLM creates it."""
 
 ARCHITECTURES = {
-    "Gemma3ForConditionalGeneration": ("lockstep.rollout.engine.cpu_image_attention", "Gemma3ForConditionalGeneration"),
-    "Glm4MoeLiteForCausalLM": ("lockstep.rollout.engine.repairs.latent_norms", "Glm4MoeLiteForCausalLM"),
+    "Gemma3ForConditionalGeneration": (
+        "lockstep.rollout.engine.architectures.cpu_image_attention",
+        "Gemma3ForConditionalGeneration",
+    ),
+    "Glm4MoeLiteForCausalLM": ("lockstep.rollout.engine.architectures.latent_norms", "Glm4MoeLiteForCausalLM"),
     "PhimoeForCausalLM": ("vllm.model_executor.models.phimoe", "PhiMoEForCausalLM"),  # as transformers writes it
 }
 """Module and class by architecture, where vLLM has none or another."""
@@ -61,9 +65,13 @@ def is_not_of_a_head(record: logging.LogRecord) -> bool:
 
 
 def register() -> None:
-    """Entry point `lockstep`; may be called repeatedly. Raises `ValueError` for middleware under its former name."""
+    """Entry point `lockstep`; may be called repeatedly.
+
+    Raises `ValueError` for middleware under its former name, `ConfigError` for a vLLM that lacks a name used here.
+    """
     if any(word.startswith("rollout.server.") for word in sys.argv):
         raise ValueError("--middleware: Lockstep's packages moved; write lockstep.rollout.server. for rollout.server.")
+    check_vllm("weights", "engine")  # a server starts here
     from vllm import ModelRegistry
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.platforms import current_platform
@@ -82,6 +90,7 @@ def register() -> None:
     xielu.install()
     adapters.install()
     if current_platform.is_cpu():
+        check_vllm("cpu")
         cpu_logprobs.install()
         cpu_delta_net.install()
         cpu_products.install()

@@ -37,6 +37,16 @@ last two quantize experts only."""
 MAX_SUPPORT = 20
 """Most logprobs vLLM returns per sampled token (its `max_logprobs`). For a top_k up to this they are the whole support:
 tokens excluded by truncated sampling have logprob -inf, or the filler over HTTP."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM's buffers (`MaxLoRARanks`)."""
+
+
+def buffer_rank(rank: int) -> int:
+    """Return the smallest rank of vLLM's buffers that holds this one. Raises `ValueError` above all of them."""
+    for one in RANKS:
+        if rank <= one:
+            return one
+    raise ValueError(f"vLLM has adapters up to rank {RANKS[-1]}, found {rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ import numpy as np
 from lockstep.rollout.engine.engine_answers import Answer, answer_of, integer
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.server.guard import App, Message, Receive, Send, reply
+from lockstep.rollout.vllm_names import missing_routes
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -45,7 +46,10 @@ class CompactGenerate:
         self._images: CarriedImages | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != ROUTE:
+        if scope["type"] == "lifespan" and (problem := missing_routes(scope["app"].openapi()["paths"])):
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": problem})  # the server ends
+        elif scope["type"] != "http" or scope["path"] != ROUTE:
             await self._app(scope, receive, send)
         elif scope["method"] == "POST":
             await self._generate(scope["app"].state, receive, send)

@@ -18,6 +18,7 @@ from lockstep.rollout.engine.image_prompts import ImagePrompts
 from lockstep.rollout.errors import EngineError, EvidenceError
 from lockstep.rollout.records import ImageSpan
 from lockstep.rollout.server.client import ATTEMPTS
+from lockstep.rollout.vllm_names import WINDOW, check_vllm
 
 if TYPE_CHECKING:
     from lockstep.rollout.media.processing import ImageProcessing
@@ -33,6 +34,7 @@ class ImageFeatures:
     ) -> None:
         """max_images: of a prompt. dtype: of the engine. kept: digests of images that the server was sent, and may have
         kept; None for a server that keeps none."""
+        check_vllm("images of vLLM's route")
         self._prompts = ImagePrompts(images, max_images=max_images, dtype=dtype, processor=_Joins())
         self._kept, self._source = kept, source
 
@@ -77,7 +79,7 @@ class ImageFeatures:
         if fields.get("prompt_token_ids") != list(ids) or fields.get("mm_placeholders") != places:
             raise EvidenceError(
                 f"{self._source} answered to another prompt than the {len(ids)} tokens with {len(images)} images that "
-                "were sent; expected a vLLM 0.32 server"
+                f"were sent; expected a server of vLLM {WINDOW}"
             )
 
 

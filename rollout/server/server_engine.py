@@ -48,6 +48,7 @@ from lockstep.rollout.server.client import ATTEMPTS, ServerClient, wait_until_he
 from lockstep.rollout.server.generate_route import ROUTE, decode_answer, decode_array, decode_scores
 from lockstep.rollout.server.liveness import Liveness
 from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.vllm_names import WINDOW
 
 if TYPE_CHECKING:
     from lockstep.rollout.media.processing import ImageProcessing
@@ -391,7 +392,10 @@ class ServerEngine:
 
 def read_facts(url: str, described: Any) -> ServerFacts:
     """Read an answer of `/server_info`. Raises `ConfigError` for a server with unusable settings."""
-    message = f"{url}/server_info does not describe a vLLM 0.32 server; start it with `lockstep serve-engine`"
+    message = (
+        f"{url}/server_info does not describe a server of vLLM {WINDOW}{_version_note(described)}; start it with "
+        "`lockstep serve-engine`"
+    )
     with _malformed_raises(ConfigError, message):
         config = described["vllm_config"]
         model, parallel = config["model_config"], config["parallel_config"]
@@ -437,6 +441,13 @@ def read_facts(url: str, described: Any) -> ServerFacts:
             str(facts.dtype).removeprefix("torch."),
         )
     return facts
+
+
+def _version_note(described: Any) -> str:
+    """Return the version that a server tells, for a message."""
+    system = described.get("system_env") if isinstance(described, dict) else None
+    version = system.get("vllm_version") if isinstance(system, dict) else None
+    return f", but of vLLM {version}" if version else ""
 
 
 def read_answer(answer: Any, *, with_support: bool, source: str, is_compact: bool = False) -> Answer:

@@ -35,6 +35,7 @@ from lockstep.rollout.errors import ConfigError, EngineError, EngineLostError, R
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loopback, rendezvous_address
 from lockstep.rollout.system.device_memory import release_cached_memory
+from lockstep.rollout.vllm_names import check_vllm
 from lockstep.rollout.weights.canary import SHORT_ROW, Canary, CanaryResult, CanarySettings, Expected, Pace, ScoreCanary
 from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
@@ -161,6 +162,7 @@ class WeightSync:
         )
         self._sends_adapters = takes_adapters
 
+        check_vllm("weights")  # a run with servers has no engine that checked it
         from lockstep.rollout.weights.source import ZeroSource
 
         readers = [rank for rank, traits in enumerate(by_rank) if traits]
@@ -489,6 +491,7 @@ class WeightSync:
         rank = 0 if hosts else 1
         buffer_bytes = max(self._bucket_bytes, *self._sizes)  # vLLM refuses a tensor that is larger than its buffer
         if self._backend == "nccl":
+            check_vllm("nccl")
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
             address = self._address_for(hosts)
@@ -505,6 +508,7 @@ class WeightSync:
                     "CUDA IPC reaches one engine on the trainer's own GPU; start servers with "
                     '--weight-transfer-config \'{"backend": "nccl"}\''
                 )
+            check_vllm("cuda_ipc")
             from lockstep.rollout.weights.cuda_ipc import CudaIpcTrainerInitInfo
 
             return CudaIpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=buffer_bytes)

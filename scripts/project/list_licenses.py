@@ -39,6 +39,7 @@ NOTES = {
     "kubernetes-validate": "Apache-2.0, by the license file in the package",
     "nvidia-*": NVIDIA,
     "openai-harmony": "Apache-2.0, by the license file in the package",
+    "orjson": "of its choices the Apache or the MIT license",
     "oss-harmony": "Apache-2.0, by the license file in the package",
     "pathspec": WEAK,
     "pycountry": "imported by mistral-common for vLLM; used unchanged, and can be replaced",
@@ -56,7 +57,8 @@ HEADER = """# Licenses of dependencies
 
 Lockstep has the [Apache License 2.0](https://www.apache.org/licenses/LICENSE-2.0). These are the packages that
 `make install`, `make sbom` and `make audit` install, as `requirements/` locks them, with the license that each
-declares. The file is named where it is not both `cpu.txt` and `cuda.txt`. None of the packages is part of this
+declares. The file is named where it is not both `cpu.txt` and `cuda.txt`; of two versions the second is that of
+`cuda-0.33.txt`. None of the packages is part of this
 repository; an image that is built from the `Dockerfile` contains those of `cuda.txt`. Only uPlot 1.6.32,
 the chart library of `lockstep watch`, is in this repository (`lab/watch/uplot/`), with its MIT license. This page is
 written by `make docs`.

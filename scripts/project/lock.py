@@ -7,6 +7,7 @@
 Needs uv, PyPI, and download.pytorch.org for the CPU build of torch. Files:
 
     cuda.txt, cpu.txt   all packages for Linux on x86_64 and aarch64 and every supported Python, with hashes of PyPI
+    cuda-0.33.txt       the same with vLLM 0.33 in place of 0.32, for `make install VLLM=0.33` on GPUs
     torch-cpu.txt       the CPU build of torch, from its own index; cpu.txt leaves torch out
     build.txt           what builds this project and the packages that PyPI has as source only
     audit.txt           the tools of `make sbom` and `make audit`
@@ -34,7 +35,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "requirements"
 
-LOCKS = ("cpu.txt", "cuda.txt", "build.txt", "audit.txt")
+LOCKS = ("cpu.txt", "cuda.txt", "cuda-0.33.txt", "build.txt", "audit.txt")
+VLLM = {"cuda.txt": "vllm==0.32.*", "cuda-0.33.txt": "vllm==0.33.*"}
+"""The vLLM of each lock for GPUs; its own requirements choose torch."""
 
 TORCH_CPU_REQUIRES = (
     "filelock",
@@ -76,8 +79,8 @@ def project() -> dict[str, Any]:
 
 
 def torch_version() -> str:
-    (pin,) = [pin for pin in project()["project"]["dependencies"] if pin.startswith("torch==")]
-    return pin.removeprefix("torch==")
+    (version,) = versions(locked(FOLDER / "cuda.txt"))["torch"]
+    return version
 
 
 def torch_cpu_index() -> str:
@@ -107,7 +110,10 @@ def write_locks(options: Sequence[str]) -> None:
         exclude_file.flush()
         same = ["--constraint", "requirements/cuda.txt"]
         for name, requirements, own in (
-            ("cuda.txt", build, ["pyproject.toml", "--extra", "cuda", "--extra", "test"]),
+            *(
+                (name, [*build, vllm], ["pyproject.toml", "--extra", "cuda", "--extra", "test"])
+                for name, vllm in VLLM.items()
+            ),
             (
                 "cpu.txt",
                 [*build, *TORCH_CPU_REQUIRES, *MISSED_BY_UV],
@@ -132,7 +138,11 @@ def write_torch_cpu() -> None:
 
 def write_licenses() -> None:
     """Write licenses.json from the metadata that the index has, without installing. Raises SystemExit if pip fails."""
-    packages = {str(package): package for name in LOCKS for package in locked(FOLDER / name)}.values()
+    newer = {canonicalize_name(package.name): package for package in locked(FOLDER / "cuda-0.33.txt")}
+    old = [package for name in LOCKS if name != "cuda-0.33.txt" for package in locked(FOLDER / name)]
+    for package in old:  # pip reads one version of a package
+        newer.pop(canonicalize_name(package.name), None)
+    packages = {str(package): package for package in (*old, *newer.values())}.values()
     several = {name for name, entries in versions(packages).items() if len(entries) > 1}
     for package in packages:
         if canonicalize_name(package.name) not in several:

@@ -109,6 +109,7 @@ ROOMS = (
     "rollout/on_demand.py",
     "rollout/records.py",
     "rollout/replies.py",
+    "rollout/vllm_names.py",
     "rollout/errors.py",
     "rollout/safe_text.py",
 )

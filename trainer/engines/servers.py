@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
-from lockstep.rollout.engine.adapters import buffer_rank
+from lockstep.rollout.engine.protocol import buffer_rank
 from lockstep.rollout.errors import ConfigError, EngineError
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.server.url_list import is_watched, listed_urls

@@ -24,8 +24,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
-from lockstep.rollout.engine.adapters import RANKS, AdapterSettings, buffer_rank
-from lockstep.rollout.engine.protocol import BASE, POLICY
+from lockstep.rollout.engine.adapters import AdapterSettings
+from lockstep.rollout.engine.protocol import BASE, POLICY, RANKS, buffer_rank
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import language_model, read_adapter, reason, whole_models
 from lockstep.trainer.checkpoint.run_dir import ADAPTER

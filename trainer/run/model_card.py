@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from lockstep.rollout.engine.adapters import RANKS, buffer_rank
+from lockstep.rollout.engine.protocol import RANKS, buffer_rank
 from lockstep.rollout.system.user_functions import holds_objects, is_object, name_of
 from lockstep.trainer.config.groups.data_settings import SAVED_ROLLOUTS
 from lockstep.trainer.config.paths import path_exists

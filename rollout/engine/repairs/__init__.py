@@ -1,1 +1,1 @@
-"""Repairs of vLLM, installed by the plugin in every process of an engine: what 0.32 computes wrongly or refuses."""
+"""Repairs of vLLM, installed by the plugin in every process of an engine: what it computes wrongly or refuses."""

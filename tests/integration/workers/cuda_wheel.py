@@ -168,6 +168,14 @@ def vllm_resolves_the_cuda_platform(directory: Path) -> None:
 
 
 @check
+def vllm_has_every_declared_name(directory: Path) -> None:
+    from lockstep.rollout.vllm_names import differences, sections
+
+    found = [text for name in sections() if name != "routes" for text in differences(name)]
+    assert not found, found
+
+
+@check
 def the_entry_point_registers_the_transports(directory: Path) -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine, WeightTransferEngine
@@ -302,6 +310,7 @@ def the_embedded_engine_calls_methods_that_exist_with_arguments_that_they_take(d
     llm.get_weight_version.return_value = "3"
     engine = EmbeddedEngine.__new__(EmbeddedEngine)
     engine.name, engine._llm, engine.log_path, engine._admits = "engine", llm, directory / "log", asyncio.Event()
+    engine._watcher, engine._calls = None, set()
 
     async def call_all() -> None:
         for mode in PAUSE_MODES:
@@ -337,6 +346,7 @@ def vllm_parses_the_command_line_of_a_server_and_has_its_routes(directory: Path)
     from vllm.entrypoints.launchers.app import build_app
 
     from lockstep.rollout.server.guard import KEY_ENV
+    from lockstep.rollout.vllm_names import missing_routes
     from lockstep.trainer.tools import serve_engine
 
     with pretended_gpu(), mock.patch.dict(os.environ, {"VLLM_SERVER_DEV_MODE": "1", KEY_ENV: "key"}):
@@ -349,11 +359,7 @@ def vllm_parses_the_command_line_of_a_server_and_has_its_routes(directory: Path)
         assert built.scheduler_config.async_scheduling
         assert args.middleware == [serve_engine.ROUTES, serve_engine.GUARD]
         app = build_app(args, supported_tasks=("generate",), model_config=built.model_config)
-    source = Path(inspect.getfile(sys.modules["lockstep.rollout.server.server_engine"])).read_text(encoding="utf-8")
-    used = set(re.findall(r'(?:post|get)\(f?"(/[a-z_/]+)[?"]', source)) | set(re.findall(r'_update\("(\w+)"', source))
-    used = {path if path.startswith("/") else f"/{path}" for path in used} | {"/inference/v1/generate", "/is_paused"}
-    assert len(used) >= 12, used
-    assert used <= _paths(app), used - _paths(app)
+    assert missing_routes(_paths(app)) is None
 
 
 def _paths(app: Any) -> set[str]:

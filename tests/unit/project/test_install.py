@@ -150,6 +150,16 @@ def test_a_machine_with_a_gpu_gets_the_cuda_build(machine: Machine) -> None:
     assert machine.take_pip_calls() == [BUILD_TOOLS, f"{LOCKED} --requirement requirements/cuda.txt", PROJECT]
 
 
+def test_another_vllm_is_installed_from_its_own_lock_and_one_without_a_lock_is_refused(machine: Machine) -> None:
+    assert machine.install(ACCELERATOR="cuda", VLLM="0.33").returncode == 0
+    assert f"{LOCKED} --requirement requirements/cuda-0.33.txt" in machine.take_pip_calls()
+    refused = machine.install(ACCELERATOR="cuda", VLLM="0.31")
+    assert refused.returncode == 1
+    assert "there is no requirements/cuda-0.31.txt" in refused.stderr
+    assert "requirements/cuda-0.33.txt" in refused.stderr
+    assert "no requirements/cpu-0.33.txt" in machine.install(ACCELERATOR="cpu", VLLM="0.33").stderr
+
+
 @pytest.mark.parametrize("says", ["echo 'NVIDIA-SMI has failed'; exit 9", "echo 'No devices were found'"])
 def test_an_nvidia_smi_that_finds_no_gpu_does_not_count(machine: Machine, says: str) -> None:
     machine.add("nvidia-smi", says)

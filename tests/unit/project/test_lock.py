@@ -15,7 +15,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.project import lock
-from scripts.project.lock import FOLDER, LOCKS, NOT_FOR_CPU, TORCH_CPU_REQUIRES, locked, missing, project, versions
+from scripts.project.lock import (
+    FOLDER,
+    LOCKS,
+    NOT_FOR_CPU,
+    TORCH_CPU_REQUIRES,
+    VLLM,
+    locked,
+    missing,
+    project,
+    versions,
+)
 
 FILES = [*LOCKS, "torch-cpu.txt"]
 ACCELERATOR = "cpu" if importlib.metadata.version("torch").endswith("+cpu") else "cuda"
@@ -28,7 +38,7 @@ def direct(name: str) -> list[str]:
     declared, extras = project()["project"]["dependencies"], project()["project"]["optional-dependencies"]
     if name == "audit.txt":
         return extras["audit"]
-    return [*declared, *extras[name.removesuffix(".txt")], *extras["test"]]
+    return [*declared, *extras[re.split(r"[-.]", name)[0]], *extras["test"]]
 
 
 def unsatisfied(requirements: Iterable[str], *names: str) -> list[str]:
@@ -48,7 +58,7 @@ def test_every_requirement_of_pyproject_is_locked_in_a_version_that_it_accepts(n
     assert unsatisfied(direct(name), *names) == [], "run: make lock"
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "cuda.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "cuda.txt", "cuda-0.33.txt"])
 def test_nothing_is_locked_for_a_requirement_that_pyproject_no_longer_has(name: str) -> None:
     packages = re.split(r"^(?=\w)", (FOLDER / name).read_text(), flags=re.MULTILINE)
     named = {re.match(r"[\w.-]+", text)[0] for text in packages if "lockstep-rl (pyproject.toml)" in text}  # type: ignore[index]
@@ -65,6 +75,15 @@ def test_every_locked_package_is_pinned_and_has_hashes(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_lock_names_no_index(name: str) -> None:
     assert re.findall(r"://|^-.*", (FOLDER / name).read_text(), re.MULTILINE) == []
+
+
+def test_each_lock_for_gpus_has_its_vllm_and_changes_nothing_but_what_that_needs() -> None:
+    locks = {name: versions(locked(FOLDER / name)) for name in VLLM}
+    for name, pin in VLLM.items():
+        assert Requirement(pin).specifier.contains(locks[name]["vllm"][0])
+    older, newer = locks.values()
+    changed = {name for name in older.keys() | newer.keys() if older.get(name) != newer.get(name)}
+    assert len(changed) < 20, "run `make lock` without --upgrade for one of them alone"
 
 
 def test_both_accelerators_have_the_same_versions_of_shared_packages() -> None:
@@ -121,6 +140,7 @@ def test_the_torch_index_that_does_not_answer_leaves_a_right_lock_and_refuses_a_
 ) -> None:
     monkeypatch.setattr(lock, "FOLDER", tmp_path)
     monkeypatch.setattr(lock, "compile_lock", lambda *_: 2)
+    (tmp_path / "cuda.txt").write_text("torch==2.13.0 \\\n")
     (tmp_path / "torch-cpu.txt").write_text(f"torch=={lock.torch_version()}+cpu \\\n")
     lock.write_torch_cpu()
     assert "did not answer" in capsys.readouterr().out

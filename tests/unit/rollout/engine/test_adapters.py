@@ -11,8 +11,9 @@ import torch
 from vllm.config.lora import MaxLoRARanks
 from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
-from lockstep.rollout.engine.adapters import RANKS, AdapterReceiver, AdapterSettings, buffer_rank, refuse_adapter
-from lockstep.rollout.engine.protocol import ONLINE_SCHEMES
+from lockstep.rollout.engine.adapter_receiver import AdapterReceiver
+from lockstep.rollout.engine.adapters import AdapterSettings, refuse_adapter
+from lockstep.rollout.engine.protocol import ONLINE_SCHEMES, RANKS, buffer_rank
 from lockstep.rollout.errors import EngineError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.rollout.engine.cpu_image_attention import attend, images_of
+from lockstep.rollout.engine.architectures.cpu_image_attention import attend, images_of
 
 
 @pytest.mark.parametrize("window", [-1, 3, 100])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import XIELU
 
 from lockstep.rollout.engine.plugin import register
@@ -12,6 +12,6 @@ from lockstep.rollout.engine.plugin import register
 def test_parameters_have_the_dtype_of_the_model() -> None:
     register()
     register()
-    with set_current_vllm_config(VllmConfig()):
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         assert XIELU().alpha_p.dtype == torch.float32
         assert XIELU(dtype=torch.float16).alpha_n.dtype == torch.float16
