@@ -4,7 +4,7 @@ The server is plain vLLM with Lockstep installed for the gloo transfer and the m
 Settings that make its samples unusable are found when the run connects.
 
 A server restarted during a run has the weights it loaded, not those of the run. Its tokens then carry a version that
-this process never sent, and are refused: the server is another process than before (`rollout/server/roster.py`).
+this process never sent, and are refused: the server is another process than before (`rollout/server/server_roster.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ sends them in a group with the workers of its own engines; over `cuda_ipc` it ha
 
 After each phase the ranks exchange its outcome, with a deadline: a failure on one rank raises the same `SyncError` on
 all. A server that dies or hangs fails alone: the sync goes on with the others, and servers that wait join at its
-beginning (rollout/server/roster.py). While weights may be partly replaced, the engine labels them as unusable,
+beginning (rollout/server/server_roster.py). While weights may be partly replaced, the engine labels them as unusable,
 so that no client samples from an engine that a failed sync left behind.
 
 The trainer scores the canary (rollout/weights/canary.py) first, while engines that sleep leave it the memory; engines

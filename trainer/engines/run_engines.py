@@ -106,7 +106,7 @@ def start_engines(
             )
             members = [own]
         elif rollout.engine == "server":
-            from lockstep.rollout.server.roster import ServerRoster  # other runs do not load its client
+            from lockstep.rollout.server.server_roster import ServerRoster  # other runs do not load its client
             from lockstep.trainer.engines.servers import Connector
 
             connector = Connector(

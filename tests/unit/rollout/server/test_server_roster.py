@@ -11,8 +11,8 @@ import torch
 
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.errors import ConfigError, EngineError, EngineLostError, SyncError
-from lockstep.rollout.server import roster as module
-from lockstep.rollout.server.roster import ServerRoster
+from lockstep.rollout.server import server_roster as module
+from lockstep.rollout.server.server_roster import ServerRoster
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 
