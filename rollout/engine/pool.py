@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.rollout.engine.protocol import PooledEngine, Sampling
-from lockstep.rollout.engine.token_scores import TokenScores
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import EngineCall, ImageSpan
+
+if TYPE_CHECKING:  # of runs with a teacher
+    from lockstep.rollout.engine.token_scores import TokenScores
 
 REMEMBERED_KEYS = 65536
 """Number of affinity keys whose engine is remembered, most recently used first."""
