@@ -46,7 +46,6 @@ from lockstep.rollout.engine.engine_answers import (
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
 from lockstep.rollout.engine.protocol import POLICY
-from lockstep.rollout.engine.token_scores import TokenScores, token_scores
 from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from lockstep.rollout.records import EngineCall, ImageSpan
 from lockstep.rollout.system.addresses import LOOPBACK
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
 
     from lockstep.rollout.engine.image_prompts import ImagePrompts
     from lockstep.rollout.engine.protocol import Sampling
+    from lockstep.rollout.engine.token_scores import TokenScores
     from lockstep.rollout.media.processing import ImageProcessing
 
 T = TypeVar("T")
@@ -254,6 +254,8 @@ class EmbeddedEngine:
         flat = output.prompt_logprobs
         if not isinstance(flat, FlatLogprobs):
             raise EvidenceError(f"engine score: no logprobs for the {len(ids)} ids that were sent")
+        from lockstep.rollout.engine.token_scores import token_scores  # runs without a teacher do not load it
+
         return token_scores(
             ids,
             flat.token_ids,

@@ -13,12 +13,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.rollout.engine.protocol import PooledEngine, Sampling
-from lockstep.rollout.engine.token_scores import TokenScores
 from lockstep.rollout.errors import ConfigError, EngineError, EngineLostError
 from lockstep.rollout.records import EngineCall, ImageSpan
+
+if TYPE_CHECKING:  # of runs with a teacher
+    from lockstep.rollout.engine.token_scores import TokenScores
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ import pytest
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.records import EngineCall
-from lockstep.rollout.server.server_roster import ServerRoster
 from lockstep.rollout.server.server_engine import ServerEngine
+from lockstep.rollout.server.server_roster import ServerRoster
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.sync import SyncReport, WeightSync
 from tests.fixtures.forked_servers import ForkedServers

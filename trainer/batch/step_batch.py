@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
@@ -25,7 +25,9 @@ from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import ImageSpan, Rollout, SamplingSupport, TrainingRow
 from lockstep.trainer.batch.packing import StepLayout
-from lockstep.trainer.batch.teacher_scores import PREFIX, TeacherScores
+
+if TYPE_CHECKING:  # of runs with a teacher
+    from lockstep.trainer.batch.teacher_scores import TeacherScores
 
 ROW_ARRAYS = {
     "ids": np.int64,
@@ -183,9 +185,14 @@ def encode(batch: StepBatch) -> bytes:
 
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
+    teacher = None
+    if any(name.startswith("teacher_") for name in arrays):  # `teacher_scores.PREFIX`
+        from lockstep.trainer.batch.teacher_scores import TeacherScores  # runs without a teacher do not load it
+
+        teacher = TeacherScores.from_arrays(arrays)
     return StepBatch(
         rows=tuple(_rows(arrays)),
-        teacher=TeacherScores.from_arrays(arrays) if f"{PREFIX}logp" in arrays else None,
+        teacher=teacher,
         **{name: arrays[name] for name in _batch_arrays()},
     )
 

@@ -12,8 +12,8 @@ import torch
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.errors import ConfigError, EngineError, EngineLostError, SyncError
 from lockstep.rollout.server import server_roster as module
-from lockstep.rollout.server.server_roster import ServerRoster
 from lockstep.rollout.server.server_engine import ServerEngine
+from lockstep.rollout.server.server_roster import ServerRoster
 from lockstep.rollout.system.background_loop import BackgroundLoop
 
 A, B, C = "http://a:8000", "http://b:8000", "http://c:8000"
