@@ -13,13 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep.rollout.errors import ConfigError, EngineError
-
-DNS = "dns"
-
-
-def is_watched(entry: str) -> bool:
-    """True for an entry whose servers may change during a run: a file or a host name."""
-    return "://" not in entry or urlsplit(entry).scheme == DNS
+from lockstep.rollout.system.addresses import is_watched, url_problem
 
 
 def listed_urls(entries: Sequence[str]) -> list[str]:
@@ -56,21 +50,3 @@ def _resolved(entry: str) -> list[str]:
         raise EngineError(f"rollout.urls={entry}: {parts.hostname} cannot be resolved: {error}") from error
     hosts = sorted({str(address[0]) for *_, address in answers})
     return [f"http://[{host}]:{parts.port}" if ":" in host else f"http://{host}:{parts.port}" for host in hosts]
-
-
-def url_problem(url: str, schemes: Sequence[str] = ("http", "https")) -> str | None:
-    """Return what is wrong with the address of a server; None if nothing is."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        return f"cannot be read ({error})"
-    if parts.scheme not in schemes or not parts.hostname:
-        return "is not an http(s) address"
-    if port is None:
-        return "has no port"
-    if parts.path.strip("/") or parts.query or parts.fragment:
-        return "has more than host and port"
-    if parts.username or parts.password:
-        return "has a user or a password, which would be logged; keys belong in the environment"
-    return None

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Roster:
-    """Engines that stay: the error of one is raised. `rollout/server/server_roster.py` has servers, which may leave and join.
+    """Engines that stay: the error of one is raised. Servers leave and join: `rollout/server/server_roster.py`.
 
     It changes at the beginning of a weight sync only, when no weights move.
     """

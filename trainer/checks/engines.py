@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lockstep.rollout.server.url_list import DNS, is_watched, url_problem
-from lockstep.rollout.system.addresses import is_loopback
+from lockstep.rollout.system.addresses import DNS, is_loopback, is_watched, url_problem
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.outputs_settings import ServerConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig, SyncConfig

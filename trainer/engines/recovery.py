@@ -1,8 +1,8 @@
 """Recovery from dead engines: send the weights to those that are there again, and repeat the work.
 
 The run's own engines (`rollout.engine=embedded` or `colocated`) are restarted, at most `rollout.engine_restarts` times.
-Servers are not started here: while one is left, the others are not missed (`rollout/server/server_roster.py`); without any,
-the run waits up to `rollout.pool_timeout_s` for one. An engine samples only after its weights are verified
+Servers are not started here: while one is left, the others are not missed (`rollout/server/server_roster.py`); without
+any, the run waits up to `rollout.pool_timeout_s` for one. An engine samples only after its weights are verified
 (`WeightSync.push`); dying during that counts as another death. Requests in flight are dropped and their prompts sampled
 again with the same seeds, so recovery does not change the result of a run.
 """

@@ -47,7 +47,7 @@ class World:
         self.loop = loop
         self.listed: Any = [A, B]
         self.found: dict[str, Exception | None] = {}
-        """What connecting to an address raises; None: nothing. Addresses that are not here do not answer."""
+        """Error of connecting to an address; None: none. Addresses that are not here do not answer."""
         self.said: list[str] = []
         self.servers = [Server(url, loop) for url in self.listed]
         self.pool = EnginePool(self.servers)
