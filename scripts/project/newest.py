@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from scripts.project.lock import FOLDER, NOT_FOR_CPU, ROOT, TORCH_CPU_REQUIRES, locked, project, versions
 
@@ -93,7 +94,7 @@ def bounds(python: str, package: str, version: str) -> str:
         is_other = canonicalize_name(requirement.name) != package
         if is_other or requirement.specifier.contains(version, prereleases=True):
             continue
-        if requirement.marker is None or owner == "lockstep-rl":  # those of other packages' extras do not count
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}) or owner == "lockstep-rl":
             holding.add(f"{owner} wants {requirement.specifier}")
     return ", ".join(sorted(holding))
 
@@ -123,7 +124,13 @@ def rows(python: str) -> list[tuple[str, str, str, str]]:
                 culprits[name] = broken
             install(python, {name: changed[name]})
     together = "works" if broken is None else "unclear, because all together fail"
-    table = [(name, lock.get(name, "–"), version, culprits.get(name) or together) for name, version in changed.items()]
+    table = []
+    for name, version in changed.items():
+        is_older = name in lock and Version(version) < Version(lock[name])
+        verdict = culprits.get(name) or together + (
+            ", older than the lock: a newer package excludes that" if is_older else ""
+        )
+        table.append((name, lock.get(name, "–"), version, verdict))
     for name in sorted(names):
         if newest[name] == allowed[name]:
             continue

