@@ -28,7 +28,6 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, layerwise_groups
 
-from lockstep.rollout.weights.adapter_tensors import adapter_tensors
 from lockstep.rollout.weights.checkpoint_tensors import CheckpointTensor, checkpoint_tensors, unwrap
 from lockstep.rollout.weights.shards import (
     Fetch,
@@ -208,7 +207,10 @@ class ZeroSource(WeightSource):
         adapters_only: bool = False,
     ) -> None:
         model = unwrap(module)
-        sent_tensors = adapter_tensors(model, dtype) if adapters_only else checkpoint_tensors(model, dtype)
+        send = checkpoint_tensors
+        if adapters_only:
+            from lockstep.rollout.weights.adapter_tensors import adapter_tensors as send  # other runs do not load it
+        sent_tensors = send(model, dtype)
         tensors = {tensor.meta.name: tensor for tensor in sent_tensors}
         plan = plan_buckets([tensor.meta for tensor in tensors.values()], bucket_bytes)
         self._rank = own_rank()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +36,12 @@ from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loop
 from lockstep.rollout.system.device_memory import release_cached_memory
 from lockstep.rollout.vllm_names import check_vllm
 from lockstep.rollout.weights.canary import SHORT_ROW, Canary, CanaryResult, CanarySettings, Expected, Pace, ScoreCanary
-from lockstep.rollout.weights.checksums import describe_differences
 from lockstep.rollout.weights.control_plane import ControlPlane
 from lockstep.rollout.weights.roster import Roster
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
     from lockstep.rollout.engine.protocol import SleepingEngine, SyncedEngine
     from lockstep.rollout.weights.gloo.trainer import GlooSender
@@ -384,6 +382,8 @@ class WeightSync:
                 "adapters were sent, to the weights that it was started with: use the same model.path for both sides"
             )
         else:
+            from lockstep.rollout.weights.checksums import describe_differences  # of failures alone
+
             sums = self._engines.all(lambda engine: engine.weight_checksums())
             where = describe_differences(self._source, dict(zip(self._engines.names, sums, strict=True))[wrong[0]])
         differences = " and ".join(f"{name} {results[name]}" for name in wrong)
@@ -453,23 +453,16 @@ class WeightSync:
 
     def _join(self) -> TrainerWeightTransferEngine[Any]:
         """Connect by one of vLLM's transports, which has one group for all engines of this rank."""
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from lockstep.rollout.weights.vllm_transport import connect  # others do not load it
 
-        from lockstep.rollout.engine.plugin import register
-
-        register()
-        try:
-            return WeightTransferTrainerFactory.trainer_init(
-                self._init_info(), client=self._engines, source=self._source
-            )
-        except RuntimeError as error:
-            if self._backend == "nccl" and "invalid usage" in str(error):
-                raise SyncError(
-                    f"NCCL does not connect the trainer with {' and '.join(self._engines.hosts)} ({error}), for "
-                    "example because two of them use one GPU. Start servers on GPUs of their own "
-                    "(CUDA_VISIBLE_DEVICES=... before lockstep serve-engine), or sample with rollout=colocated"
-                ) from error
-            raise
+        return connect(
+            self._backend,
+            self._engines,
+            self._source,
+            address_for=self._address_for,
+            # vLLM refuses a tensor that is larger than its buffer.
+            buffer_bytes=max(self._bucket_bytes, *self._sizes),
+        )
 
     def _address_for(self, hosts: Sequence[str]) -> str:
         """Return the address where processes on these hosts reach this machine. Raises `ConfigError` without one."""
@@ -484,35 +477,6 @@ class WeightSync:
                         f"cannot reach this machine; set sync.address=null, which uses {own} for it"
                     )
         return self._address
-
-    def _init_info(self) -> TrainerInitInfo:
-        """Return vLLM's settings of the transport, in which each rank with engines has rank 0 of its own group."""
-        hosts = self._engines.hosts
-        rank = 0 if hosts else 1
-        buffer_bytes = max(self._bucket_bytes, *self._sizes)  # vLLM refuses a tensor that is larger than its buffer
-        if self._backend == "nccl":
-            check_vllm("nccl")
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-            address = self._address_for(hosts)
-            return NCCLTrainerInitInfo(
-                rank=rank,
-                master_address=address,
-                master_port=_free_port(address),
-                world_size=1 + self._engines.num_workers,
-                packed_buffer_size_bytes=buffer_bytes,
-            )
-        if self._backend == "cuda_ipc":
-            if len(hosts) > 1:
-                raise ConfigError(
-                    "CUDA IPC reaches one engine on the trainer's own GPU; start servers with "
-                    '--weight-transfer-config \'{"backend": "nccl"}\''
-                )
-            check_vllm("cuda_ipc")
-            from lockstep.rollout.weights.cuda_ipc import CudaIpcTrainerInitInfo
-
-            return CudaIpcTrainerInitInfo(rank=rank, packed_buffer_size_bytes=buffer_bytes)
-        raise ConfigError(f"weight transfer must be gloo, nccl or cuda_ipc, found {self._backend!r}")
 
 
 class _Ranks:
@@ -597,17 +561,3 @@ def _common_settings(engines: Sequence[tuple[str, EngineTraits]]) -> EngineTrait
                 f"{first}; start all with the same settings"
             )
     return first
-
-
-def _free_port(address: str) -> int:
-    """Return a free port of this address for vLLM's nccl transport. Raises `ConfigError` if it cannot listen there."""
-    try:
-        with socket.socket(socket.AF_INET) as probe:  # vLLM uses AF_INET for any address
-            probe.bind((address, 0))
-            return probe.getsockname()[1]
-    except OSError as error:
-        raise ConfigError(
-            f"vLLM's nccl transport meets at an IPv4 address of this machine, found {address} ({error}); name the "
-            "servers in rollout.urls by IPv4, set sync.address=<IPv4 address of this machine>, or start them with "
-            '--weight-transfer-config \'{"backend": "gloo"}\', which takes IPv6'
-        ) from error

@@ -1,7 +1,7 @@
 """Settings that training depends on: their changes on resume, and their hash in a checkpoint.
 
-Settings are nested mappings, as in `config.yaml`. Training does not depend on names, paths, time limits, and intervals
-of logs, checkpoints and evaluations.
+Settings are nested mappings, as in `config.yaml`. Training does not depend on names, paths, time limits, servers, and
+intervals of logs, checkpoints and evaluations.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ HARMLESS = (
     *("resume", "resume_with_changes", "run_name", "run_root", "max_hours", "step_timeout_s", "on_step_timeout"),
     *("logger", "checkpoint", "eval", "gateway", "data.heldout_path", "data.heldout_split", "algorithm.name"),
     *("updates", "dry_run", "profile", "profile_steps", "correction.on_disagreement"),
+    *("rollout.urls", "rollout.drivers", "rollout.api_key_env", "rollout.silence_timeout_s", "rollout.pool_timeout_s"),
+    *("rollout.request_timeout_s", "rollout.start_timeout_s", "sync.timeout_s", "sync.address"),
 )
 """Settings and groups that training does not depend on; for `updates` see `changes`."""
 TASK = (

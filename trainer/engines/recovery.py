@@ -9,8 +9,6 @@ again with the same seeds, so recovery does not change the result of a run.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,9 +21,6 @@ from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.engines.run_engines import Engines
 
 T = TypeVar("T")
-
-LOOK_EVERY_S = 1.0
-"""Interval at which a run without any server looks for one [s]."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +62,15 @@ class Recovery:
             except RankLostError:
                 raise
             except EngineLostError as error:
-                self._wait_for_server(error)
+                from lockstep.trainer.engines.waiting import wait_for_server  # runs without servers do not load it
+
+                wait_for_server(
+                    self.distributed,
+                    lambda: self.engines.has_engine,
+                    error,
+                    timeout_s=self.pool_timeout_s,
+                    say=self.say,
+                )
                 self.rollouts.forget()
                 must_push = True
             except (EngineError, SyncError) as error:
@@ -77,24 +80,6 @@ class Recovery:
                 self.say(f"an engine died and was started again ({self.num_restarts} of {self.limit}): {first_line}")
                 self.rollouts.forget()
                 is_restarted = must_push = True
-
-    def _wait_for_server(self, error: EngineLostError) -> None:
-        """Wait until a server serves or is ready to join. Raises `EngineLostError` on all ranks after the limit."""
-        began, is_told = time.monotonic(), False
-        while True:
-            own = [self.engines.has_engine, time.monotonic() - began >= self.pool_timeout_s]
-            by_rank = [json.loads(one) for one in self.distributed.gather_bytes(json.dumps(own).encode())]
-            if any(has_engine for has_engine, _ in by_rank):
-                return
-            if by_rank[0][1]:  # by the clock of rank 0
-                raise EngineLostError(
-                    f"{error}; none of rollout.urls was ready within rollout.pool_timeout_s={self.pool_timeout_s:g}; "
-                    "read their logs, restart them, and resume from the last checkpoint"
-                )
-            if not is_told:
-                self.say(f"{error}; waiting up to {self.pool_timeout_s:g} s for a server of rollout.urls")
-                is_told = True
-            time.sleep(LOOK_EVERY_S)
 
     def _restarted(self) -> bool:
         """Restart dead engines on all ranks; True if any was. Raises `EngineError` if one does not start."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.trainer.objective.gae import gae_flat
-
 
 def discounted_returns(rewards_K: Tensor, rollout_K: Tensor, *, gamma: float) -> Tensor:
     """Return (K,) Σ_{j ≥ k} gamma^(j−k) r_j over the turns of the same rollout."""
+    from lockstep.trainer.objective.gae import gae_flat  # runs without turn rewards do not load it
+
     return gae_flat(rewards_K, torch.zeros_like(rewards_K), rollout_K, gamma=gamma, lam=1.0).returns
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from lockstep.trainer.objective.declare import advantage
-from lockstep.trainer.objective.gae import GaeResult, gae_flat, length_adaptive_lambda
 from lockstep.trainer.objective.whitening import moments, standardize
 from lockstep.trainer.setting import Setting
 
@@ -95,6 +94,8 @@ def gae(
     if whiten_rewards:
         rewards = standardize(rewards, moments(rewards, counted_N), shift_mean=False)
     rollouts, turns = credit.rollout_N[chosen_N], credit.turns_N[chosen_N]
+
+    from lockstep.trainer.objective.gae import GaeResult, gae_flat, length_adaptive_lambda  # only critics need it
 
     def estimate(lam: "float | Tensor") -> GaeResult:
         return gae_flat(rewards, values, rollouts, gamma=gamma, lam=lam, turn_T=turns)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lockstep.rollout.errors import ConfigError, SyncError
-from lockstep.rollout.weights.sync import WeightSync, _free_port
+from lockstep.rollout.weights.sync import WeightSync
+from lockstep.rollout.weights.vllm_transport import connect, free_port
 from tests.unit.rollout.system.test_addresses import fake_names
 
 
@@ -35,13 +37,13 @@ def test_a_configured_address_is_used_without_resolving_names(monkeypatch: pytes
 
 
 def test_a_port_for_nccl_needs_an_ipv4_address():
-    assert _free_port("127.0.0.1") > 0
+    assert free_port("127.0.0.1") > 0
     with pytest.raises(ConfigError, match=r"IPv4 address of this machine, found ::1 .*gloo"):
-        _free_port("::1")
+        free_port("::1")
 
 
 def test_vllms_process_group_refuses_ipv6():
-    """If this fails, `_free_port` can accept IPv6 addresses."""
+    """If this fails, `free_port` can accept IPv6 addresses."""
     from vllm.distributed.utils import StatelessProcessGroup
 
     with pytest.raises(OSError, match="Address family"):
@@ -51,13 +53,10 @@ def test_vllms_process_group_refuses_ipv6():
 def test_a_server_on_the_trainers_gpu_is_explained(monkeypatch: pytest.MonkeyPatch):
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-    def refuse(*arguments: object, **settings: object) -> None:
+    def refuse(init_info: object, client: object, source: object) -> None:
         raise RuntimeError("NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)")
 
     monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", refuse)
-    sync = WeightSync.__new__(WeightSync)
-    sync._backend, sync._source = "nccl", None  # type: ignore[assignment]
-    sync._engines = SimpleNamespace(hosts=["10.0.0.7"])  # type: ignore[assignment]
-    monkeypatch.setattr(sync, "_init_info", lambda: None)
+    engines: Any = SimpleNamespace(hosts=["10.0.0.7"], num_workers=1)
     with pytest.raises(SyncError, match=r"with 10\.0\.0\.7 .*invalid usage.*CUDA_VISIBLE_DEVICES"):
-        sync._join()
+        connect("nccl", engines, None, address_for=lambda hosts: "127.0.0.1", buffer_bytes=1)  # type: ignore[arg-type]

@@ -176,7 +176,7 @@ def test_no_collective_is_called_when_a_rank_is_lost() -> None:
 
 @pytest.fixture
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.trainer.engines.recovery.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("lockstep.trainer.engines.waiting.LOOK_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("looks_at_once")
