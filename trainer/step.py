@@ -160,7 +160,7 @@ class Trainer:
         report = self._with_engines(lambda: sync.push(self.version))
         if self._averaged is not None:
             self._averaged.push(self.version)
-        return report.metrics()
+        return report.metrics() | sync.take_changes()
 
     def _with_engines(self, act: Callable[[], T]) -> T:
         """Call `act`, and recover from the death of an engine."""

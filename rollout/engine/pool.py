@@ -71,12 +71,15 @@ class EnginePool:
                 f"{first.name} serves {first.dtype} with {first.vocab_size} ids, {member.name} "
                 f"{member.dtype} with {member.vocab_size}; start all engines with the same model and --dtype"
             )
-        self._in_flight[member] = 0
+        self._in_flight.setdefault(member, 0)
         self.members = (*self.members, member)
 
     def remove(self, member: PooledEngine) -> None:
         """Send no more requests to this engine."""
         self.members = tuple(one for one in self.members if one is not member)
+        for key in [key for key, one in self._by_key.items() if one is member]:
+            del self._by_key[key]
+        self._forget_if_unused(member)
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
@@ -98,7 +101,8 @@ class EnginePool:
     async def _ask(self, act: Callable[[PooledEngine], Awaitable[T]], key: tuple[int, ...] | None = None) -> T:
         """Return the answer of an engine, which is another one if the first is lost meanwhile."""
         silent: dict[PooledEngine, EngineLostError] = {}
-        began = time.monotonic()
+        silent_at: float | None = None
+        """Time at which the last engine fell silent."""
         while True:
             member = self._choose(key, tuple(one for one in self.members if one not in silent))
             self._in_flight[member] += 1
@@ -116,14 +120,20 @@ class EnginePool:
                 silent[member] = error
             finally:
                 self._in_flight[member] -= 1
+                self._forget_if_unused(member)
+            silent_at = time.monotonic() if silent_at is None else silent_at
             if len(silent) < len(self.members):
                 log.warning("%s; its request goes to another server", silent[member])
-            elif time.monotonic() - began >= self._patience_s:
+            elif time.monotonic() - silent_at >= self._patience_s:
                 raise EngineError(str(silent[member])) from silent[member]
             else:
                 log.warning("%s; no other server answers, so it is asked again", silent[member])
                 silent.clear()
                 await asyncio.sleep(PAUSE_S)
+
+    def _forget_if_unused(self, member: PooledEngine) -> None:
+        if member not in self.members and not self._in_flight.get(member):
+            self._in_flight.pop(member, None)
 
     def _choose(self, key: tuple[int, ...] | None, members: Sequence[PooledEngine]) -> PooledEngine:
         if not members:

@@ -365,6 +365,7 @@ class ServerEngine:
         self, method: str, path: str, body: object = None, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:
         """Make a call that an engine core answers. Raises `EngineLostError` when it falls silent."""
+        timeout_s = max(timeout_s, PROBE_EVERY_S + 2 * self._silence_timeout_s)  # silence is noticed first
         ask = self._client.get(path, timeout_s=timeout_s) if method == "GET" else None
         return await self._liveness.guard(ask or self._client.post(path, body, timeout_s=timeout_s))
 

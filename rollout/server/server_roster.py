@@ -15,6 +15,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import PooledEngine
@@ -51,6 +52,7 @@ class ServerRoster(Roster):
         serving = [one for one in pool.members if isinstance(one, ServerEngine)]
         self._servers = serving
         """Those that serve, and those that join in the current sync."""
+        self._backend = serving[0].weight_transfer_backend
         self._pool = pool
         self._loop = pool.loop
         self._addresses = addresses
@@ -88,7 +90,7 @@ class ServerRoster(Roster):
         with self._lock:
             left, self._left = self._left, {}
             ready, self._ready = self._ready, {}
-            self._servers = [engine for engine in self._servers if engine not in left]
+            self._servers = [*(engine for engine in self._servers if engine not in left), *ready.values()]
         for engine in left:
             self._loop.run(engine.close())
         listed = self._listed()
@@ -96,33 +98,34 @@ class ServerRoster(Roster):
             self._drop(engine, "rollout.urls does not list it any more")
         for engine, error in self._loop.run(self._changed()):
             self.lose(engine, error)
-        for engine in ready.values():
-            if engine.url in listed:
-                self._servers.append(engine)
-            else:
-                self._loop.run(engine.close())
 
     def is_new(self, engine: PooledEngine) -> bool:
         return self._has_served and engine not in self._pool.members
 
     def lose(self, engine: PooledEngine, error: Exception) -> None:
         assert isinstance(engine, ServerEngine)
+        if not self._has_served and len(self._servers) == 1:
+            raise error  # at the start of a run, waiting would not mend it
         if not isinstance(error, EngineLostError):  # it answers, and may fail again at once
             self._refuse(engine.url, str(error))
         self._drop(engine, str(error))
 
     def serve(self) -> None:
-        joined = [engine for engine in self._servers if engine not in self._pool.members]
+        with self._lock:
+            joined = [one for one in self._servers if one not in self._pool.members and one not in self._left]
         for engine in joined:
-            self._pool.add(engine)
+            self._loop.run(self._add(engine))
             if self._has_served:
                 self._num_joined += 1
                 self._warn(f"{engine.name} joined with the weights of the run ({len(self._pool.members)} serve)")
         self._has_served = True
 
+    @property
+    def num_serving(self) -> int:
+        return len(self._pool.members)
+
     def metrics(self) -> Mapping[str, float]:
         metrics = {
-            "sync/engines": len(self._pool.members),
             "sync/engines_lost": self._num_lost,
             "sync/engines_joined": self._num_joined,
             "sync/requests_resent": self._pool.num_resent,
@@ -132,11 +135,16 @@ class ServerRoster(Roster):
 
     def close(self) -> None:
         """Look for servers no more, and close the connections to those that wait."""
-        self._is_closed.set()
         with self._lock:
-            ready, self._ready = self._ready, {}
-        for engine in ready.values():
+            self._is_closed.set()
+            unused = [*self._ready.values(), *self._left]
+            self._ready, self._left = {}, {}
+        for engine in unused:
             self._loop.run(engine.close())
+
+    async def _add(self, engine: ServerEngine) -> None:
+        """Add to the pool, in the event loop, where requests read it."""
+        self._pool.add(engine)
 
     def _listed(self) -> Sequence[str]:
         """Return the addresses, or the last known ones if they cannot be read now."""
@@ -165,11 +173,11 @@ class ServerRoster(Roster):
 
     def _drop(self, engine: ServerEngine, reason: str) -> None:
         async def leave() -> None:
+            self._pool.remove(engine)
             engine.give_up(reason)
             await asyncio.sleep(0)  # its requests end before its connections do
             await engine.close()
 
-        self._pool.remove(engine)
         with self._lock:
             self._servers.remove(engine)
             is_told = self._left.pop(engine, None) is not None  # a request found it lost, too
@@ -212,8 +220,27 @@ class ServerRoster(Roster):
                     engine = self._connect(url)
                 except EngineError:  # it is not ready
                     continue
-                except LockstepError as error:  # its settings do not fit the run
-                    self._refuse(url, str(error))
+                except Exception as error:  # its settings do not fit the run
+                    self._refuse(url, str(error) or type(error).__name__)
                     continue
                 with self._lock:
-                    self._ready[url] = engine
+                    problem = self._unfit(engine)
+                    if problem is None and not self._is_closed.is_set():
+                        self._ready[url] = engine
+                        continue
+                if problem is not None:
+                    self._refuse(url, problem)
+                with suppress(Exception):  # the loop has ended with the run
+                    self._loop.run(engine.close())
+
+    def _unfit(self, engine: ServerEngine) -> str | None:
+        """Return why a server cannot join the others; None if it can."""
+        for other in (*self._servers, *self._ready.values()):
+            if other.instance == engine.instance:
+                return f"it is the same process as {other.name}"
+        if engine.weight_transfer_backend != self._backend:
+            return (
+                f"it takes weights over {engine.weight_transfer_backend}, and the run sends them over {self._backend}; "
+                f"""restart it with --weight-transfer-config '{{"backend": "{self._backend}"}}'"""
+            )
+        return None

@@ -61,7 +61,10 @@ class ControlPlane:
 
     def renew(self) -> None:
         """Take the engines that the roster has now."""
-        self._engines = list(self._roster.engines)
+        before, self._engines = self._engines, list(self._roster.engines)
+        for engine in before:  # also if another process has its name now
+            if not any(engine is one for one in self._engines):
+                self._lost.setdefault(engine.name, "requests found it lost")
 
     def take_lost(self) -> dict[str, str]:
         """Return the names of the engines that were lost since the last call, and why."""
@@ -91,7 +94,7 @@ class ControlPlane:
         for engine, outcome in self._outcomes(act):
             if not isinstance(outcome, Exception):
                 results.append(outcome)
-            elif isinstance(outcome, EngineLostError) or (self._roster.may_lose and not self._is_alive(engine)):
+            elif isinstance(outcome, EngineLostError) or self._is_missed_by_none(engine):
                 self.lose(engine.name, outcome)
             else:
                 raise outcome
@@ -118,8 +121,11 @@ class ControlPlane:
 
         return list(zip(self._engines, self._engines[0].loop.run(together()), strict=True))
 
-    def _is_alive(self, engine: SyncedEngine) -> bool:
-        return engine.name not in self._unanswered(lambda one: one.check_alive())
+    def _is_missed_by_none(self, engine: SyncedEngine) -> bool:
+        """True for an engine without which the sync goes on after an error: a dead server, or one that joins."""
+        if not self._roster.may_lose:
+            return False
+        return self._roster.is_new(engine) or engine.name in self._unanswered(lambda one: one.check_alive())
 
     def unresponsive(self) -> list[str]:
         """Return the names of dead engines, or else of engines that hang.

@@ -49,6 +49,11 @@ class Roster:
     def serve(self) -> None:
         """Let the engines of the roster sample: all have the weights, verified."""
 
+    @property
+    def num_serving(self) -> int | None:
+        """Number of engines that serve; None where that cannot change."""
+        return None
+
     def metrics(self) -> Mapping[str, float]:
         """Return what happened since the last call."""
         return {}

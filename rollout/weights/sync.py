@@ -22,7 +22,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,8 +71,6 @@ class SyncReport:
     """Accepted median of that stretch."""
     canary_image_diff: float = math.nan
     """Largest |Δ log π| over the row with an image and engines; NaN if it was not scored."""
-    changes: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of servers that left and joined since the last sync, over all ranks."""
 
     @property
     def gb_per_s(self) -> float:
@@ -94,7 +92,7 @@ class SyncReport:
             "sync/canary_long_limit": self.canary_long_limit,
             "sync/canary_image_diff": self.canary_image_diff,
         }
-        return metrics | {name: value for name, value in canary.items() if not math.isnan(value)} | dict(self.changes)
+        return metrics | {name: value for name, value in canary.items() if not math.isnan(value)}
 
 
 class WeightSync:
@@ -173,6 +171,9 @@ class WeightSync:
         self._transport: GlooSender | TrainerWeightTransferEngine[Any] | None = None
         self._sender: GlooSender | None = None
         """The transport if it is gloo's, which knows its engines apart."""
+        self._changes: Counter[str] = Counter()
+        self._num_serving = 0
+        """Number of servers that serve, over all ranks."""
         self._joined: set[str] = set()
         """Names of the engines of all ranks that are connected; empty after a transfer that broke."""
         self._connect(self._names())
@@ -199,9 +200,12 @@ class WeightSync:
             phase("waking the engines", lambda: self._wake("weights"))
         pause_start = time.perf_counter()
         phase("pausing the engines", lambda: self._engines.all(lambda engine: engine.pause(self._pause_mode)))
+        if self._backend != "gloo":  # vLLM's transports need all engines of their group
+            self._connect(self._names())
         transfer_start = time.perf_counter()
         joined, self._joined = self._joined, set()  # until it succeeds: a broken transfer leaves unknown messages
         is_broken = any(phase("sending the weights", self._send, is_stuck=lambda: self._source.is_exchanging))
+        is_broken = is_broken or any(phase("loading the weights", self._load))
         if is_broken:  # with engines that are lost now
             return self.push(version)
         self._joined = joined
@@ -218,9 +222,10 @@ class WeightSync:
         for pace in [self._pace] * is_due + [self._long_pace] * is_long:
             pace.ended(canary_s)
         self._names()  # raises without engines
-        changes: Counter[str] = Counter()
-        for own in phase("serving", self._serve):
-            changes.update(own)
+        by_rank = phase("serving", self._serve)
+        self._num_serving = sum(number for number, _ in by_rank if number is not None)
+        for _, changes in by_rank:
+            self._changes.update(changes)
         long = [one.long for one in results.values() if one.long is not None]
         worst = max(((one.differences[one.worst], one.limits[one.worst]) for one in long), default=(math.nan, math.nan))
         return SyncReport(
@@ -233,7 +238,6 @@ class WeightSync:
             canary_long_diff=worst[0],
             canary_long_limit=worst[1],
             canary_image_diff=max((one.image for one in results.values() if one.image is not None), default=math.nan),
-            changes=changes,
         )
 
     def _names(self, *, renewed: bool = False) -> list[str]:
@@ -259,9 +263,15 @@ class WeightSync:
             raise EngineLostError(f"no engine is left: {reasons}")
         return names
 
-    def _serve(self) -> Mapping[str, float]:
+    def _serve(self) -> tuple[int | None, Mapping[str, float]]:
         self._roster.serve()
-        return self._roster.metrics()
+        return self._roster.num_serving, self._roster.metrics()
+
+    def take_changes(self) -> dict[str, float]:
+        """Return the metrics of servers that left and joined since the last call, over all ranks; empty without servers
+        that can."""
+        changes, self._changes = dict(self._changes), Counter()
+        return changes | ({"sync/engines": float(self._num_serving)} if self._num_serving else {})
 
     def _wake(self, part: str) -> None:
         release_cached_memory()  # in this thread, which has the trainer's device; the engines' loop would use GPU 0
@@ -289,16 +299,21 @@ class WeightSync:
         self._ranks.close()
 
     def _send(self) -> bool:
-        """Send and load the weights. Returns True if the transfer broke with an engine that the roster may lose."""
+        """Send the weights. Returns True if the transfer broke with an engine that the roster may lose."""
         if torch.accelerator.is_available():
             # Nothing waits for the optimizer's kernels, and transports read the weights on streams of their own.
             torch.accelerator.synchronize()
         self._source.expect(parts=self._backend == "gloo")
         assert self._transport is not None
+        return self._has_broken(self._transport.send_weights)
+
+    def _load(self) -> bool:
+        """Let engines load what they have staged; vLLM's transports have done that. Returns as `_send`."""
+        return self._backend == "gloo" and self._has_broken(self._engines.finish_weight_update)
+
+    def _has_broken(self, transfer: Callable[[], None]) -> bool:
         try:
-            self._transport.send_weights()
-            if self._backend == "gloo":
-                self._engines.finish_weight_update()
+            transfer()
         except BaseException as error:
             self._source.drain()  # the other ranks are in a gather that needs this one
             unresponsive = self._engines.unresponsive()

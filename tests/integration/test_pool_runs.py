@@ -11,7 +11,6 @@ import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import pytest
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.kills import differences
 from tests.fixtures.runs import check_run, launch_run, run_directory
-from tests.fixtures.servers import EngineServer, send
+from tests.fixtures.servers import EngineServer, is_taken, send
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(3600)]
 
@@ -69,16 +68,6 @@ class Fleet:
     def close(self) -> None:
         for server in self._started:
             server.stop()
-
-
-def is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False
 
 
 class Run:

@@ -23,7 +23,7 @@ from lockstep.rollout.weights.sync import SyncReport, WeightSync
 from tests.fixtures.forked_servers import ForkedServers
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs, tiny_qwen3
 from tests.fixtures.sent import on_bucket
-from tests.fixtures.servers import KEY, EngineServer, send
+from tests.fixtures.servers import KEY, EngineServer, is_taken, send
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -204,3 +204,24 @@ def test_the_other_server_goes_on_and_a_new_one_joins(
             assert pool.names == [other]
     pool.push()
     pool.verify()
+
+
+def test_a_server_that_is_back_before_the_next_sync_joins_in_it(pool: Pool, forked_servers: ForkedServers) -> None:
+    url = pool.servers[1].url
+    pool.sample(during=lambda: pool.strike(1, signal.SIGKILL))
+    pool.servers[1].stop()
+    port = int(url.rpartition(":")[2])
+    while is_taken(port):  # a killed process holds it until its memory is freed
+        time.sleep(0.05)
+    restarted = forked_servers.start(port)
+    try:
+        restarted.wait_until_ready()
+        while url not in pool.roster._ready:
+            time.sleep(0.05)
+        pool.push()
+        assert len(pool.names) == 2, pool.said
+        pool.verify()
+        pool.push()
+        pool.verify()
+    finally:
+        restarted.stop()

@@ -72,7 +72,8 @@ def url_problems(name: str, urls: Sequence[str]) -> Iterator[str]:
     for url in urls:
         if (problem := url_problem(url)) is not None:
             yield f"{name}: {url} {problem}; expected http://<host>:<port>, as in {name}={EXAMPLE}"
-    twice = sorted({url for url in urls if urls.count(url) > 1})
+    plain = [url.rstrip("/") for url in urls]
+    twice = sorted({url for url in plain if plain.count(url) > 1})
     if twice:
         yield f"{name} names {', '.join(twice)} twice, expected every server once; set {name} without it"
 

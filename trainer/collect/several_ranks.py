@@ -94,10 +94,11 @@ class SeveralRanks(Drivers):
 
         own, payload = self.together(take_packed)
         payloads = self._distributed.gather_to_main(payload)
-        if not self.is_main:
-            return []
-        own += [record for one in filter(None, payloads) for record in pickle.loads(one)]  # noqa: S301  # of this run
-        return own
+
+        def unpack() -> list[T]:  # empty on ranks other than 0
+            return [record for one in filter(None, payloads) for record in pickle.loads(one)]  # noqa: S301  # of this run
+
+        return own + self.together(unpack)
 
     def run(
         self,

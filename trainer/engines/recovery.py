@@ -9,6 +9,7 @@ again with the same seeds, so recovery does not change the result of a run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -47,6 +48,8 @@ class Recovery:
         is lost.
         """
         is_restarted = must_push = False
+        lost_at: float | None = None
+        """Time at which the last server was lost; None while one has the weights."""
         while True:
             try:
                 if is_restarted:  # inside the try, because this may kill the new engine too
@@ -57,17 +60,19 @@ class Recovery:
                     is_restarted = False
                 if must_push:
                     self.sync.push(self.version())
-                    must_push = False
+                    must_push, lost_at = False, None
                 return act()
             except RankLostError:
                 raise
             except EngineLostError as error:
+                lost_at = time.monotonic() if lost_at is None else lost_at
                 from lockstep.trainer.engines.waiting import wait_for_server  # runs without servers do not load it
 
                 wait_for_server(
                     self.distributed,
                     lambda: self.engines.has_engine,
                     error,
+                    until=lost_at + self.pool_timeout_s,
                     timeout_s=self.pool_timeout_s,
                     say=self.say,
                 )

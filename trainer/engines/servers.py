@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
 from lockstep.rollout.engine.protocol import buffer_rank
-from lockstep.rollout.errors import ConfigError, EngineError
+from lockstep.rollout.errors import ConfigError, EngineError, LockstepError
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.server.url_list import listed_urls
 from lockstep.rollout.system.addresses import is_watched
@@ -65,17 +66,36 @@ class Connector:
         Raises `EngineError` if a named server, or all of the others, cannot be reached within
         `rollout.start_timeout_s`, `ConfigError` for one that does not fit.
         """
-        if not any(map(is_watched, self._rollout.urls)):
-            return [self.connect(url, within_s=self._rollout.start_timeout_s) for url in self.addresses()]
+        rollout = self._rollout
+        fixed = listed_urls([entry for entry in rollout.urls if not is_watched(entry)])
+        engines = [self.connect(url, within_s=rollout.start_timeout_s) for url in fixed]
+        if len(fixed) < len(rollout.urls):
+            engines += self._connect_listed(fixed, is_needed=not fixed)
+        for number, engine in enumerate(engines):
+            for other in engines[:number]:
+                if engine.instance == other.instance:
+                    raise ConfigError(f"{engine.name} and {other.name} are one process; name it once in rollout.urls")
+        return engines
+
+    def _connect_listed(self, fixed: Sequence[str], *, is_needed: bool) -> list[ServerEngine]:
+        """Connect to the servers of files and host names that are ready. fixed: those named by address.
+
+        is_needed: waits for one at least.
+        """
         give_up_at = time.monotonic() + self._rollout.start_timeout_s
         while True:
-            ready, failure = [], EngineError("no address is listed")
-            for url in self.addresses():
+            ready: list[ServerEngine] = []
+            failure: LockstepError = EngineError("no address is listed")
+            try:
+                urls = [url for url in self.addresses() if url not in fixed]
+            except EngineError as error:  # a name that does not resolve yet
+                urls, failure = [], error
+            for url in urls:
                 try:
                     ready.append(self.connect(url))
-                except EngineError as error:
+                except LockstepError as error:
                     failure = error
-            if ready:
+            if ready or not is_needed:
                 return ready
             if time.monotonic() >= give_up_at:
                 raise EngineError(

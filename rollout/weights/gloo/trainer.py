@@ -41,6 +41,8 @@ CAUSE_WAIT_S = 5.0
 """Time that the call to the engine may take to fail after a broken transfer, so that its error is reported."""
 POLL_S = 0.1
 """Interval at which a rank checks whether a transfer makes progress, and whether another rank aborted it."""
+GRACE_S = 2.0
+"""Least time that an engine is waited for: what it received while another one was waited for shows only then."""
 ABORTED_KEY = "aborted"
 """Set in the store of an engine's rendezvous once a rank left its transfer: to who is at fault."""
 OF_ENGINE, OF_RANK = "engine", "rank"
@@ -71,6 +73,8 @@ class _Connection:
     """Buckets on their way, oldest first."""
     receiving: Future[None] | None = None
     """The call in which the engine receives; None for an engine of another rank."""
+    moved_at: float = 0.0
+    """Time of its last known progress, by `time.monotonic`."""
 
     @property
     def is_own(self) -> bool:
@@ -176,6 +180,7 @@ class GlooSender:
         After an error on any rank this object cannot send again.
         """
         for connection in self._connections.values():
+            connection.moved_at = time.monotonic()
             if (client := connection.client) is not None:
                 # Abandonable: workers that lost their senders wait in a collective until its deadline.
                 connection.receiving = run_in_abandonable_thread(partial(self._receive, client))
@@ -227,7 +232,8 @@ class GlooSender:
         connection.buckets.clear()
         if connection.receiving is not None:
             receivers, store = connection.receivers, connection.store
-            _wait_for(connection.receiving, receivers, store, silence_s=self._silence_s)
+            since = connection.moved_at
+            _wait_for(connection.receiving, receivers, store, silence_s=self._silence_s, since=since)
 
     def _wait_until_sent(self, connection: _Connection, buckets: Sequence[_SentBucket]) -> None:
         """Wait until buckets are sent. Raises the engine's error if it aborted or died."""
@@ -241,8 +247,10 @@ class GlooSender:
                 connection.store,
                 unless_fails=receiving,
                 silence_s=self._silence_s,
+                since=connection.moved_at,
                 progress=lambda: sum(work.is_completed() for work in works),
             )
+            connection.moved_at = time.monotonic()
         except RuntimeError:
             if receiving is not None and sending.done():
                 with suppress(TimeoutError):  # still receiving: the cause is on this side
@@ -297,15 +305,18 @@ def _wait_for(
     *,
     silence_s: float,
     unless_fails: Future[Any] | None = None,
+    since: float | None = None,
     progress: Callable[[], int] = lambda: 0,
 ) -> None:
     """Wait for a future that depends on an engine, and raise its error, or that of `unless_fails`.
 
-    Raises `EngineLostError` without progress for silence_s, or if another rank lost the engine, and `_AbortedError` if
+    since: time of its last known progress, so that the silences of several engines do not add up; None: now. Raises
+    `EngineLostError` without progress for silence_s, or if another rank lost the engine, and `_AbortedError` if
     a rank failed.
     """
     watched = {awaited} if unless_fails is None else {awaited, unless_fails}
-    count, since = progress(), time.monotonic()
+    count, began = progress(), time.monotonic()
+    since = began if since is None else since
     while awaited not in (done := wait(watched, timeout=POLL_S, return_when=FIRST_COMPLETED).done):
         for future in done:
             future.result()
@@ -316,7 +327,7 @@ def _wait_for(
             raise EngineLostError(f"another rank lost {receivers.engine} in the transfer")
         if (now := progress()) != count:
             count, since = now, time.monotonic()
-        elif time.monotonic() - since >= silence_s:
+        elif time.monotonic() - max(since, began - silence_s + GRACE_S) >= silence_s:
             raise EngineLostError(
                 f"{receivers.engine} took no part in the transfer for {silence_s:g} s: it hangs or is unreachable"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,15 +18,17 @@ from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.server.server_roster import ServerRoster
 from lockstep.rollout.system.background_loop import BackgroundLoop
 
+INSTANCES = itertools.count()
 A, B, C = "http://a:8000", "http://b:8000", "http://c:8000"
 
 
 class Server(ServerEngine):
     """A connected server."""
 
-    def __init__(self, url: str, loop: BackgroundLoop) -> None:
+    def __init__(self, url: str, loop: BackgroundLoop, *, instance: str = "", backend: str = "gloo") -> None:
         self.url, self.name, self.loop = url, f"the engine at {url}", loop
         self.max_model_len, self.vocab_size, self.dtype = 64, 512, torch.float32
+        self.instance, self.weight_transfer_backend = instance or str(next(INSTANCES)), backend
         self.failure: Exception | None = None
         self.given_up = ""
         self.is_closed = False
@@ -48,6 +52,8 @@ class World:
         self.listed: Any = [A, B]
         self.found: dict[str, Exception | None] = {}
         """Error of connecting to an address; None: none. Addresses that are not here do not answer."""
+        self.traits: dict[str, str] = {}
+        """Settings of servers that are connected later."""
         self.said: list[str] = []
         self.servers = [Server(url, loop) for url in self.listed]
         self.pool = EnginePool(self.servers)
@@ -64,7 +70,7 @@ class World:
         failure = self.found.get(url, EngineError("it does not answer"))
         if failure is not None:
             raise failure
-        return Server(url, self.loop)
+        return Server(url, self.loop, **self.traits)
 
     def wait_until(self, is_so: Callable[[], Any]) -> None:
         give_up_at = time.monotonic() + 60
@@ -200,3 +206,63 @@ def test_a_run_has_an_engine_while_one_serves_or_waits(world: World) -> None:
     world.wait_until(lambda: world.roster.has_engine)
     world.sync()
     assert world.serving == [A]
+
+
+def test_a_process_joins_under_one_address(world: World) -> None:
+    world.traits, world.found[C] = {"instance": world.servers[0].instance}, None
+    world.listed = [A, B, C]
+    world.wait_until(lambda: world.said)
+    assert world.said == [f"{C} does not join: it is the same process as the engine at {A}"]
+    assert not world.roster._ready
+
+
+def test_a_server_with_another_transport_does_not_join(world: World) -> None:
+    world.traits, world.found[C] = {"backend": "nccl"}, None
+    world.listed = [A, B, C]
+    world.wait_until(lambda: world.said)
+    assert f"{C} does not join: it takes weights over nccl, and the run sends them over gloo" in world.said[0]
+
+
+def test_a_server_that_waits_is_connected_once_while_members_are_checked(world: World) -> None:
+    """Members that hang answer late, and servers are looked for meanwhile."""
+    world.found[C] = None
+    world.listed = [A, B, C]
+    world.wait_until(lambda: C in world.roster._ready)
+    check = world.servers[0].check_process
+
+    async def late() -> None:
+        await asyncio.sleep(0.2)
+        await check()
+
+    world.servers[0].check_process = late  # type: ignore[method-assign]
+    world.roster.renew()
+    assert [engine.url for engine in world.roster.engines] == [A, B, C]
+    assert not world.roster._ready
+    world.roster.serve()
+    assert world.serving == [A, B, C]
+
+
+def test_a_server_that_restarts_while_it_waits_does_not_serve_by_its_old_connection(world: World) -> None:
+    world.found[C] = None
+    world.listed = [A, B, C]
+    world.wait_until(lambda: C in world.roster._ready)
+    waiting: Any = world.roster._ready[C]
+    waiting.failure = EngineLostError("it was restarted")
+    world.sync()
+    assert world.serving == [A, B]
+    assert waiting.is_closed
+
+
+def test_the_last_server_at_the_start_of_a_run_is_not_waited_for(world: World) -> None:
+    world.roster._has_served = False
+    world.roster.lose(world.servers[0], EngineLostError("it is gone"))
+    with pytest.raises(SyncError, match="no plugin"):
+        world.roster.lose(world.servers[1], SyncError("no plugin"))
+
+
+def test_a_request_that_loses_a_server_during_a_sync_keeps_it_out(world: World) -> None:
+    world.roster.renew()
+    world.pool.remove(world.servers[0])
+    world.roster._left_pool(world.servers[0], EngineLostError("it hangs"))
+    world.roster.serve()
+    assert world.serving == [B]

@@ -208,7 +208,7 @@ def test_a_pool_that_stays_empty_ends_the_run_on_all_ranks() -> None:
         return str(raised.value)
 
     for text in on_ranks(2, attempt):
-        assert "none of rollout.urls was ready within rollout.pool_timeout_s=0.01" in text
+        assert "none of rollout.urls got the weights within rollout.pool_timeout_s=0.01" in text
 
 
 @pytest.mark.usefixtures("looks_at_once")
@@ -216,3 +216,10 @@ def test_a_server_that_dies_of_its_first_sync_is_waited_for_again() -> None:
     world = World(syncs=[EngineLostError("no engine is left: the newcomer")])
     assert world.recovery.attempt(world.dying(1, EngineLostError("no engine is left"))) == "sampled"
     assert world.done == ["forget", "push 7", "forget", "push 7"]
+
+
+@pytest.mark.usefixtures("looks_at_once")
+def test_servers_that_answer_and_never_get_the_weights_end_the_run() -> None:
+    world = World(syncs=[EngineLostError("no engine is left: the port is closed")] * 10**6, pool_timeout_s=0.05)
+    with pytest.raises(EngineLostError, match=r"none of rollout\.urls got the weights within .*pool_timeout_s=0\.05"):
+        world.recovery.attempt(world.dying(1, EngineLostError("no engine is left")))
