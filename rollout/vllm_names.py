@@ -84,6 +84,8 @@ def differences(section: str) -> Iterator[str]:
             if not objects:
                 yield f"whose {module} has no {name.replace('|', ' or ')}"
             elif declared_parameters is not None:
+                if getattr(objects[0], "__module__", "").startswith("lockstep."):
+                    continue  # it has been replaced in this process, after the check
                 parameters = _parameters(objects[0])
                 if absent := declared_parameters - parameters:
                     yield f"whose {module}.{name} does not take {', '.join(sorted(absent))}"

@@ -21,7 +21,7 @@ from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import PooledEngine
 from lockstep.rollout.errors import EngineError, EngineLostError, LockstepError
 from lockstep.rollout.server.server_engine import ServerEngine
-from lockstep.rollout.weights.roster import Roster
+from lockstep.rollout.weights.control_plane import Roster
 
 LOOK_EVERY_S = 2.0
 """Interval at which servers that do not serve are looked for [s]."""

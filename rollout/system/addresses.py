@@ -1,7 +1,4 @@
-"""Addresses: of this machine as others reach it, and of servers as settings name them.
-
-Those of this machine are found without the host name, which often resolves to loopback.
-"""
+"""Addresses of this machine as others reach it, found without the host name, which often resolves to loopback."""
 
 from __future__ import annotations
 
@@ -10,13 +7,10 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from lockstep.rollout.errors import SyncError
 
 LOOPBACK = "127.0.0.1"
-DNS = "dns"
-"""Scheme of a host name that stands for all its addresses (`rollout/server/url_list.py`)."""
 ANY_PORT = 9
 """Port of a UDP socket that is connected to read its route; nothing is sent."""
 SIOCGIFADDR = 0x8915
@@ -64,27 +58,4 @@ def interface_of(address: str) -> str | None:
                 continue
             if socket.inet_ntoa(reply[20:24]) == address:
                 return name
-    return None
-
-
-def is_watched(entry: str) -> bool:
-    """True for an entry whose servers may change during a run: a file or a host name."""
-    return "://" not in entry or urlsplit(entry).scheme == DNS
-
-
-def url_problem(url: str, schemes: Sequence[str] = ("http", "https")) -> str | None:
-    """Return what is wrong with the address of a server; None if nothing is."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        return f"cannot be read ({error})"
-    if parts.scheme not in schemes or not parts.hostname:
-        return "is not an http(s) address"
-    if port is None:
-        return "has no port"
-    if parts.path.strip("/") or parts.query or parts.fragment:
-        return "has more than host and port"
-    if parts.username or parts.password:
-        return "has a user or a password, which would be logged; keys belong in the environment"
     return None

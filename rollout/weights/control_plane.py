@@ -1,4 +1,4 @@
-"""Concurrent calls to all engines of a rank around a weight transfer, each with a deadline.
+"""The engines of a rank that get its weights, and concurrent calls to them around a transfer, each with a deadline.
 
 vLLM's transports move the bytes; the sender uses this plane to tell the workers to join, receive and load.
 """
@@ -6,13 +6,12 @@ vLLM's transports move the bytes; the sender uses this plane to tell the workers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.rollout.engine.engine_answers import UNUSABLE_PREFIX
 from lockstep.rollout.errors import EngineError, EngineLostError
-from lockstep.rollout.weights.roster import Roster
 
 if TYPE_CHECKING:
     from lockstep.rollout.engine.protocol import SyncedEngine
@@ -24,6 +23,59 @@ CALL_SHARE = 0.9
 SILENCE_S, SILENCE_SHARE = 5.0, 0.03
 """Limit of a trivial call after a failed sync: the smaller of SILENCE_S and this share of the deadline. Three such
 calls fit after `CALL_SHARE`."""
+
+
+class Roster:
+    """Engines that stay: the error of one is raised. Servers leave and join: `rollout/server/server_roster.py`.
+
+    It changes at the beginning of a weight sync only, when no weights move.
+    """
+
+    may_lose = False
+    """True if a sync goes on without an engine that dies or hangs."""
+
+    def __init__(self, engines: Sequence[SyncedEngine]) -> None:
+        self._engines = list(engines)
+
+    @classmethod
+    def of(cls, engines: Sequence[SyncedEngine] | Roster) -> Roster:
+        return engines if isinstance(engines, Roster) else Roster(engines)
+
+    @property
+    def engines(self) -> Sequence[SyncedEngine]:
+        """Those that the next sync sends to, or the current one still does."""
+        return self._engines
+
+    @property
+    def has_engine(self) -> bool:
+        """True if an engine serves, or waits to join."""
+        return bool(self._engines)
+
+    def renew(self) -> None:
+        """Let engines that wait join, before the weights are sent."""
+
+    def is_new(self, engine: SyncedEngine) -> bool:
+        """True if the engine waits for its first verified weights beside others that serve."""
+        return False
+
+    def lose(self, engine: SyncedEngine, error: Exception) -> None:
+        """Leave out an engine. Raises the error if the run cannot go on without it."""
+        raise error
+
+    def serve(self) -> None:
+        """Let the engines of the roster sample: all have the weights, verified."""
+
+    @property
+    def num_serving(self) -> int | None:
+        """Number of engines that serve; None where that cannot change."""
+        return None
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return what happened since the last call."""
+        return {}
+
+    def close(self) -> None:
+        """Look for engines no more; they keep running."""
 
 
 class ControlPlane:

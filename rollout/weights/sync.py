@@ -36,8 +36,7 @@ from lockstep.rollout.system.addresses import LOOPBACK, address_towards, is_loop
 from lockstep.rollout.system.device_memory import release_cached_memory
 from lockstep.rollout.vllm_names import check_vllm
 from lockstep.rollout.weights.canary import SHORT_ROW, Canary, CanaryResult, CanarySettings, Expected, Pace, ScoreCanary
-from lockstep.rollout.weights.control_plane import ControlPlane
-from lockstep.rollout.weights.roster import Roster
+from lockstep.rollout.weights.control_plane import ControlPlane, Roster
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

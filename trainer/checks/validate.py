@@ -25,7 +25,7 @@ from lockstep.trainer.checks.declared import (
     unused_problems,
     value_problems,
 )
-from lockstep.trainer.checks.engines import engine_problems, image_problems, url_problems
+from lockstep.trainer.checks.engines import engine_problems, image_problems
 from lockstep.trainer.checks.names import (
     environment_problems,
     model_problems,
@@ -82,7 +82,10 @@ def validate(config: Config, *, needs_data: bool = True, trains: bool = True, sc
         problems += _demonstration_problems(
             config.demonstrations, config.teacher, demonstrations, prompts, config.algorithm.name
         )
-        problems += url_problems("teacher.urls", config.teacher.urls)
+        if config.teacher.urls:
+            from lockstep.rollout.server.url_list import url_problems  # runs without servers do not load it
+
+            problems += url_problems("teacher.urls", config.teacher.urls)
         problems += evaluation_problems(config.eval, config.reward.functions, has_data=bool(heldout), trains=trains)
         if needs_data and trains:
             problems += unused_problems(config)

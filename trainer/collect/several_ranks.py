@@ -18,7 +18,7 @@ import torch
 
 from lockstep.rollout.errors import ConfigError, EvidenceError
 from lockstep.rollout.records import Prompt, Routes
-from lockstep.rollout.system.addresses import is_watched
+from lockstep.rollout.server.url_list import is_watched
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig

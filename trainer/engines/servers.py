@@ -12,8 +12,7 @@ from transformers import AutoConfig
 from lockstep.rollout.engine.protocol import buffer_rank
 from lockstep.rollout.errors import ConfigError, EngineError, LockstepError
 from lockstep.rollout.server.server_engine import ServerEngine
-from lockstep.rollout.server.url_list import listed_urls
-from lockstep.rollout.system.addresses import is_watched
+from lockstep.rollout.server.url_list import is_watched, listed_urls
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.config.groups.model_settings import ModelConfig
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig

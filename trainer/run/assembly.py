@@ -17,7 +17,7 @@ from lockstep.rollout.environments.prompt import PromptReader
 from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
-from lockstep.rollout.weights.roster import Roster
+from lockstep.rollout.weights.control_plane import Roster
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.build import images_of_data, load_policy, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.checkpoint.run_dir import RunDirectory

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.rollout.errors import ConfigError, EngineError
-from lockstep.rollout.server.url_list import listed_urls
-from lockstep.rollout.system.addresses import is_watched
+from lockstep.rollout.server.url_list import is_watched, listed_urls
 
 
 def test_addresses_are_read_from_all_entries_in_order_and_once(tmp_path: Path) -> None:

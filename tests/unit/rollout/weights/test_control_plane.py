@@ -9,8 +9,7 @@ import pytest
 
 from lockstep.rollout.errors import EngineError, EngineLostError
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.control_plane import ControlPlane
-from lockstep.rollout.weights.roster import Roster
+from lockstep.rollout.weights.control_plane import ControlPlane, Roster
 
 
 class Engine:

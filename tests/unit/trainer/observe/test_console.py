@@ -133,7 +133,7 @@ class TestRows:
 
     def test_every_timed_stage_has_a_column(self):
         sources = [*(ROOT / "trainer" / "collect").glob("*.py"), ROOT / "trainer" / "step.py"]
-        timed = {name for path in sources for name in re.findall(r'watch\.stage\("(\w+)"\)', path.read_text())}
+        timed = {name for path in sources for name in re.findall(r'(?:with |\.)stage\("(\w+)"\)', path.read_text())}
         assert timed == {column.key.removeprefix("time/") for column in COLUMNS if column.is_stage}
 
     @pytest.mark.parametrize("width", [40, 80, 120, 200])
