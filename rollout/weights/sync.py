@@ -442,8 +442,6 @@ class WeightSync:
             if not engines:
                 return []
             address = self._address_for([*self._engines.hosts, *self._ranks.others])
-            for engine in filter(self._roster.is_new, engines):  # stopped in an update, it has not ended that yet
-                self._engines.only(engine.name).abandon_update()
             for engine in engines:
                 stores[engine.name] = listen(address, self._deadline_s)
             return [

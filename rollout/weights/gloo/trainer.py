@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
@@ -51,6 +51,13 @@ Lose = Callable[[str, Exception], None]
 """Takes the name of one of this rank's engines and the error of its transfer. Raises it if the others cannot go on."""
 
 
+class Client(VLLMWeightSyncClient, Protocol):
+    """Control of one engine."""
+
+    def abandon_update(self) -> None:
+        """End an unfinished update, if there is one."""
+
+
 class _AbortedError(SyncError):
     """Another rank failed, so that no transfer can be completed."""
 
@@ -67,7 +74,7 @@ class _Connection:
     store: TCPStore
     """Polled for `ABORTED_KEY`."""
     group: ProcessGroupGloo
-    client: VLLMWeightSyncClient | None
+    client: Client | None
     """Control of the engine; None for an engine of another rank."""
     buckets: deque[_SentBucket] = field(default_factory=deque)
     """Buckets on their way, oldest first."""
@@ -121,7 +128,7 @@ class GlooSender:
         receivers: Sequence[Receivers],
         *,
         stores: Mapping[str, TCPStore],
-        clients: Mapping[str, VLLMWeightSyncClient],
+        clients: Mapping[str, Client],
     ) -> None:
         """Join the groups of engines to which this rank sends, while its own engines' workers join theirs.
 
@@ -142,9 +149,7 @@ class GlooSender:
                 if name in clients:
                     self._lose(name, error)
 
-    def _join(
-        self, receivers: Receivers, own_store: TCPStore | None, client: VLLMWeightSyncClient | None
-    ) -> _Connection:
+    def _join(self, receivers: Receivers, own_store: TCPStore | None, client: Client | None) -> _Connection:
         timeout_s, size = self._timeout_s, 1 + receivers.num_workers
         # Two connections, because joining blocks one and a store serves the requests of a connection in order.
         rendezvous, store = (connect_store(receivers.address, receivers.port, timeout_s) for _ in range(2))
@@ -198,8 +203,14 @@ class GlooSender:
             self._connections.clear()
             raise
 
-    def _receive(self, client: VLLMWeightSyncClient) -> None:
-        client.start_weight_update()
+    def _receive(self, client: Client) -> None:
+        try:
+            client.start_weight_update()
+        except EngineLostError:
+            raise
+        except Exception:  # a sync that was stopped, or missed its deadline, has left its update unfinished
+            client.abandon_update()
+            client.start_weight_update()
         client.update_weights(self._update)
 
     def _with_each(self, act: Callable[[_Connection], None]) -> None:
