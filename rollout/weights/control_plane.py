@@ -146,7 +146,7 @@ class ControlPlane:
         for engine, outcome in self._outcomes(act):
             if not isinstance(outcome, Exception):
                 results.append(outcome)
-            elif isinstance(outcome, EngineLostError) or self._is_missed_by_none(engine):
+            elif isinstance(outcome, EngineLostError) or self._is_expendable(engine):
                 self.lose(engine.name, outcome)
             else:
                 raise outcome
@@ -173,7 +173,7 @@ class ControlPlane:
 
         return list(zip(self._engines, self._engines[0].loop.run(together()), strict=True))
 
-    def _is_missed_by_none(self, engine: SyncedEngine) -> bool:
+    def _is_expendable(self, engine: SyncedEngine) -> bool:
         """True for an engine without which the sync goes on after an error: a dead server, or one that joins."""
         if not self._roster.may_lose:
             return False

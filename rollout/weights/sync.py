@@ -365,19 +365,22 @@ class WeightSync:
         results: dict[str, CanaryResult] = phase(
             "scoring the canary", lambda: canary.compare(self._engines, expected), own=True
         )
+        if any(phase("checking the canary", lambda: self._wrong_engines(results))):
+            phase("comparing checksums", lambda: self._raise_canary_error(version, results))
+        canary.accept(results)
+        return results
+
+    def _wrong_engines(self, results: dict[str, CanaryResult]) -> list[str]:
+        """Return the names of this rank's engines whose canary failed, and pause them.
+
+        Servers that join with a failed canary are left out, in `results` too.
+        """
         for engine in self._engines.engines:
             if self._roster.is_new(engine) and results[engine.name].is_wrong:
                 difference = results.pop(engine.name)
                 self._engines.lose(
                     engine.name, SyncError(f"its log π of the canary differ from the trainer's {difference}")
                 )
-        if any(phase("checking the canary", lambda: self._wrong_engines(results))):
-            phase("comparing checksums", lambda: self._raise_canary_error(version, results))
-        canary.accept(results)
-        return results
-
-    def _wrong_engines(self, results: Mapping[str, CanaryResult]) -> list[str]:
-        """Return the names of this rank's engines whose canary failed, and pause them."""
         wrong = [name for name, result in results.items() if result.is_wrong]
         if wrong:
             self._engines.all(lambda engine: engine.pause("abort"))
