@@ -386,7 +386,7 @@ class WeightSync:
             self._engines.all(lambda engine: engine.pause("abort"))
         return wrong
 
-    def _raise_canary_error(self, version: int, results: Mapping[str, CanaryResult]) -> None:
+    def _raise_canary_error(self, version: int, results: dict[str, CanaryResult]) -> None:
         """Raise the error of a failed canary, with the weights that differ. Every rank takes part in a gather."""
         wrong = self._wrong_engines(results)
         if not wrong:
