@@ -257,12 +257,9 @@ class ServerEngine:
         await self._control("POST", "/resume")
         self._admits.set()
 
-    async def weight_label(self) -> str:
-        """Return the label of the weights that sample now."""
-        return read_label(await self._control("GET", "/weight_info"), source=self.name)
-
     async def weight_version(self) -> int:
-        return version_number(await self.weight_label(), source=self.name)
+        label = read_label(await self._control("GET", "/weight_info"), source=self.name)
+        return version_number(label, source=self.name)
 
     async def label_weights(self, label: str) -> None:
         await self._control("POST", "/update_weight_version", {"new_version": label})
