@@ -102,6 +102,9 @@ class World:
     def metrics(self) -> dict[str, float]:
         return {"sync/version": float(self.num_updates)}
 
+    def take_changes(self) -> dict[str, float]:
+        return {}
+
 
 class Reference:
     def __init__(self, world: World) -> None:

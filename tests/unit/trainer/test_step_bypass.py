@@ -38,6 +38,9 @@ class NoEngine:
     def metrics(self) -> dict[str, float]:
         return {}
 
+    def take_changes(self) -> dict[str, float]:
+        return {}
+
 
 def step(logp_old: str) -> tuple[Policy, torch.Tensor, StepReport, int]:
     """Return policy, gradient, report and number of forward passes of one step."""
