@@ -13,7 +13,7 @@ from lockstep.rollout.server.url_list import is_watched, listed_urls
 
 def test_addresses_are_read_from_all_entries_in_order_and_once(tmp_path: Path) -> None:
     path = tmp_path / "servers.txt"
-    path.write_text("# of the night\nhttp://b:8000/\n\nhttp://c:8000  # the slow one\nhttp://a:8000\n")
+    path.write_text("# of the night\nhttp://b:8000/\n\nhttp://c:8000  # the slow one\nhttp://a:8000\nhttp://b:8000\n")
     entries = ["http://a:8000", str(path)]
     assert [is_watched(entry) for entry in entries] == [False, True]
     assert listed_urls(entries) == ["http://a:8000", "http://b:8000", "http://c:8000"]

@@ -1,13 +1,15 @@
-"""The choice of the ranks that drive; `test_driving.py` tests what they do."""
+"""The choice of the ranks that drive, and records that cannot travel; `test_driving.py` tests the rest."""
 
 from __future__ import annotations
 
 import pytest
 
 from lockstep.rollout.errors import ConfigError
-from lockstep.trainer.collect.several_ranks import drivers_of
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.trainer.collect.several_ranks import SeveralRanks, drivers_of
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
+from tests.fixtures.distributed import FakeRank, on_ranks
 
 
 def served(drivers: int | None, *, servers: int = 8, address: str | None = None) -> Config:
@@ -48,3 +50,25 @@ def test_more_drivers_than_ranks_or_machines_of_an_address_are_refused() -> None
         drivers_of(served(3).rollout, [0, 1], address=None)
     with pytest.raises(ConfigError, match=r"on several machines, and sync.address=10.0.0.1 .* set sync.address=null"):
         drivers_of(served(2).rollout, TWO_MACHINES, address="10.0.0.1")
+
+
+class OneWay:
+    """A record that can be packed and not unpacked."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return _refuse, ("no such place on rank 0",)
+
+
+def _refuse(why: str) -> None:
+    raise FileNotFoundError(why)
+
+
+def test_a_record_that_rank_0_cannot_unpack_is_an_error_on_all_ranks() -> None:
+    def gather(rank: FakeRank) -> str:
+        with BackgroundLoop() as loop:
+            drivers = SeveralRanks(loop, rank, [0, 1])
+            with pytest.raises(Exception, match="no such place on rank 0") as raised:
+                drivers.gather(lambda: [] if rank.is_main else [OneWay()])
+        return str(raised.value)
+
+    assert len(on_ranks(2, gather)) == 2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +87,7 @@ def test_valid_settings_have_no_problems():
         (config("http://10.0.0.7:8000/v1"), "has more than host and port"),
         (config("http://me:secret@10.0.0.7:8000"), "keys belong in the environment"),
         (config(URL, URL), "twice"),
+        (config(URL, f"{URL}/"), "twice"),
         (config(URL, sync__address="127.0.0.1"), "set sync.address=null"),
         (config(engine="embedded", sync__address="10.0.0.1"), "set sync.address=null"),
         (config(URL, server__host="0.0.0.0", rollout__api_key_env=None), "server.host=127.0.0.1"),
@@ -348,6 +350,45 @@ def test_a_server_whose_context_is_too_short_is_refused(
             loop.run(context.__aexit__(None, None, None))
     assert f"has a context of 64 tokens, expected {expected}; restart it with --max-model-len 65" in str(error.value)
     assert str(error.value).endswith(f"or set rollout.max_model_len={fitting}")
+
+
+def test_one_process_behind_two_addresses_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Weights would be sent to it twice at once."""
+    with listed_servers(monkeypatch, tmp_path) as (made, server, loop):
+        made.rollout.urls = [server.url, server.url.replace("127.0.0.1", "localhost")]
+        with pytest.raises(ConfigError, match=r"localhost:\d+ and .*127\.0\.0\.1:\d+ are one process; name it once"):
+            connect(made, loop)
+
+
+def test_a_run_starts_with_the_servers_of_a_file_that_are_ready(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with listed_servers(monkeypatch, tmp_path) as (made, server, loop):
+        made.rollout.start_timeout_s = 4.0
+        path = tmp_path / "servers.txt"
+        path.write_text(f"http://127.0.0.1:1\n{server.url}\n")
+        made.rollout.urls = [str(path)]
+        (engine,) = connect(made, loop)
+        assert engine.name.endswith(server.url)
+        loop.run(engine.close())
+
+
+@contextmanager
+def listed_servers(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> Iterator[tuple[Config, FakeServer, BackgroundLoop]]:
+    """Yield the settings of a run with a tiny model, a server that runs, and the loop of its connections."""
+    monkeypatch.setenv("LOCKSTEP_ENGINE_KEY", KEY)
+    made = config(rollout__max_model_len=64)
+    made.model.path = str(save_tiny_model(folder / "model", tied=True))
+    server = FakeServer()
+    with BackgroundLoop() as loop:
+        context = server.running()
+        loop.run(context.__aenter__())
+        try:
+            yield made, server, loop
+        finally:
+            loop.run(context.__aexit__(None, None, None))
 
 
 def test_a_server_with_the_other_factors_of_longrope_is_refused(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,11 +177,15 @@ def test_no_collective_is_called_when_a_rank_is_lost() -> None:
 
 
 @pytest.fixture
-def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.trainer.engines.waiting.LOOK_EVERY_S", 0.0)
+def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by a second each time it is read; nobody sleeps."""
+    readings = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(readings)), sleep=lambda seconds: None)
+    for module in ("recovery", "waiting"):
+        monkeypatch.setattr(f"lockstep.trainer.engines.{module}.time", clock)
 
 
-@pytest.mark.usefixtures("looks_at_once")
+@pytest.mark.usefixtures("counting_clock")
 def test_a_run_without_servers_waits_for_one_and_sends_it_the_weights() -> None:
     world = World(arrivals=[False, False, False])
     assert world.recovery.attempt(world.dying(1, EngineLostError("no engine is left"))) == "sampled"
@@ -189,7 +195,7 @@ def test_a_run_without_servers_waits_for_one_and_sends_it_the_weights() -> None:
     assert world.recovery.num_restarts == 0, "servers are not started by the run"
 
 
-@pytest.mark.usefixtures("looks_at_once")
+@pytest.mark.usefixtures("counting_clock")
 def test_a_server_on_any_rank_ends_the_wait_of_all() -> None:
     def attempt(rank: FakeRank) -> tuple[str, list[str]]:
         world = World(rank=rank, arrivals=[False, rank.rank == 1] if rank.rank else [False, False])
@@ -199,27 +205,35 @@ def test_a_server_on_any_rank_ends_the_wait_of_all() -> None:
     assert on_ranks(2, attempt) == [("sampled", ["forget", "push 7"])] * 2
 
 
-@pytest.mark.usefixtures("looks_at_once")
+@pytest.mark.usefixtures("counting_clock")
 def test_a_pool_that_stays_empty_ends_the_run_on_all_ranks() -> None:
     def attempt(rank: FakeRank) -> str:
-        world = World(rank=rank, arrivals=[False] * 10**6, pool_timeout_s=0.01)
+        world = World(rank=rank, arrivals=[False] * 10**6, pool_timeout_s=9.0)
         with pytest.raises(EngineLostError) as raised:
             world.recovery.attempt(lambda: rank.together(world.dying(1, EngineLostError("no engine is left"))))
         return str(raised.value)
 
     for text in on_ranks(2, attempt):
-        assert "none of rollout.urls got the weights within rollout.pool_timeout_s=0.01" in text
+        assert "none of rollout.urls got the weights within rollout.pool_timeout_s=9;" in text
 
 
-@pytest.mark.usefixtures("looks_at_once")
+@pytest.mark.usefixtures("counting_clock")
 def test_a_server_that_dies_of_its_first_sync_is_waited_for_again() -> None:
     world = World(syncs=[EngineLostError("no engine is left: the newcomer")])
     assert world.recovery.attempt(world.dying(1, EngineLostError("no engine is left"))) == "sampled"
     assert world.done == ["forget", "push 7", "forget", "push 7"]
 
 
-@pytest.mark.usefixtures("looks_at_once")
+@pytest.mark.usefixtures("counting_clock")
 def test_servers_that_answer_and_never_get_the_weights_end_the_run() -> None:
-    world = World(syncs=[EngineLostError("no engine is left: the port is closed")] * 10**6, pool_timeout_s=0.05)
-    with pytest.raises(EngineLostError, match=r"none of rollout\.urls got the weights within .*pool_timeout_s=0\.05"):
+    world = World(syncs=[EngineLostError("no engine is left: the port is closed")] * 10**6, pool_timeout_s=9.0)
+    with pytest.raises(EngineLostError, match=r"none of rollout\.urls got the weights within .*pool_timeout_s=9;"):
         world.recovery.attempt(world.dying(1, EngineLostError("no engine is left")))
+    assert world.done.count("push 7") == 8, "the wait begins with the loss of the last server, not with each sync"
+
+
+@pytest.mark.usefixtures("counting_clock")
+def test_a_sync_that_goes_well_ends_the_wait() -> None:
+    world = World(arrivals=[*[False] * 5, True] * 2, pool_timeout_s=9.0)
+    assert world.recovery.attempt(world.dying(2, EngineLostError("no engine is left"))) == "sampled"
+    assert world.done.count("push 7") == 2
