@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from torch import Tensor
@@ -31,6 +32,9 @@ from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.run.library_logs import quiet_third_parties
 from lockstep.trainer.score.scorer import Scorer
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
+
+if TYPE_CHECKING:
+    from lockstep.rollout.media.processing import ImageProcessing
 
 WIDTH = 1000
 """Columns of the console. In a log file rich would otherwise cut tables at 80."""
@@ -81,21 +85,31 @@ def run(
 
 @contextmanager
 def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> Iterator[Examiner]:
-    """Load and wrap the policy as a run does. Raises `ConfigError` if there are several ranks."""
+    """Load the policy, and yield what examines it. Raises as `open_scorer` does."""
+    with open_scorer(config, chat.images) as (policy, score):
+        yield Examiner(
+            model=config.model, correction=config.correction, temperature=config.rollout.temperature,
+            with_routes=config.plan.replays_engine, chat=chat, policy=policy, score=score, engine=engine,
+        )  # fmt: skip
+
+
+@contextmanager
+def open_scorer(config: Config, processing: ImageProcessing | None) -> Iterator[tuple[Policy, Callable[..., Tensor]]]:
+    """Load and wrap the policy as a run does, and yield it with `Examiner.score`.
+
+    processing: of images; None: rows have none. Raises `ConfigError` if there are several ranks.
+    """
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
         if distributed.world_size > 1:
             raise ConfigError("the diagnosis runs in one process; start it with `lockstep diagnose`")
         policy = load_policy(config.model, decoder_setup(config.model, config.rotary_context))
         module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
-        images = None if chat.images is None else image_source(policy.causal_lm.config, chat.images.prepared)
+        images = None if processing is None else image_source(policy.causal_lm.config, processing.prepared)
 
         def score(batch: StepBatch, *, temperature: float, alone: bool = False) -> Tensor:
             budget = 1 if alone else config.pack_tokens  # rows above the budget are packed alone
             settings = {"token_budget": budget, "share_prefixes": config.share_prefixes, "images": images}
             return Scorer(module, distributed, temperature=temperature, **settings).score(batch)
 
-        yield Examiner(
-            model=config.model, correction=config.correction, temperature=config.rollout.temperature,
-            with_routes=config.plan.replays_engine, chat=chat, policy=policy, score=score, engine=engine,
-        )  # fmt: skip
+        yield policy, score

@@ -4,10 +4,13 @@
     lockstep diagnose model.path=... data.path=...           any model, with the settings of training
     lockstep diagnose experiment=demo --html view.html       every token in one page
     lockstep diagnose --rollouts runs/latest                 rollouts that a run saved; needs no engine
+    lockstep diagnose --ids dump.jsonl                       token ids with logprobs that another trainer wrote
+    lockstep diagnose --ids dump.jsonl model.path=...        the same, scored again with these weights
     lockstep diagnose experiment=demo --break retokenise     a deliberately broken pipeline
     lockstep diagnose experiment=demo --json                 for programs; exit status 0: ok, 1: not ok
 
-The numbers are explained in docs/diagnosis.md. Settings: trainer/config/schema.py, as for lockstep train.
+The numbers are explained in docs/diagnosis.md, those of --ids in docs/kl.md. Settings: trainer/config/schema.py, as for
+lockstep train.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.lab.diagnosis.causes import VARIANTS, Cause, Severity
+from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.safe_text import print_error
 from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.cli import launch
 
@@ -30,6 +35,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON and nothing else")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write the token view to this file")
     parser.add_argument("--rollouts", type=Path, metavar="PATH", help="saved rollouts (JSONL), or a run directory")
+    parser.add_argument("--ids", type=Path, metavar="PATH", help="token ids with logprobs of another trainer")
     variants = [variant.value for variant in VARIANTS]
     parser.add_argument("--break", dest="variant", choices=variants, help="break the pipeline in this way")
     return parser.parse_known_args(arguments)
@@ -39,7 +45,27 @@ def main() -> None:
     flags, overrides = parse(sys.argv[1:])
     exit_status: list[int] = []
 
+    if flags.ids is not None and (others := [name for name in ("rollouts", "variant", "html") if getattr(flags, name)]):
+        flag = ", ".join("--break" if name == "variant" else f"--{name}" for name in others)
+        print_error(f"--ids reads rows of another trainer, for which {flag} means nothing; leave it out")
+        sys.exit(2)
+    if flags.ids is not None and not overrides:
+        from lockstep.lab.dumps.examine import examine
+
+        try:
+            severity = examine(flags.ids, as_json=flags.json)
+        except (ConfigError, DataError) as error:
+            print_error(error)
+            sys.exit(2)
+        sys.exit(0 if severity is Severity.OK else 1)
+
     def with_config(config) -> None:
+        if flags.ids is not None:
+            from lockstep.lab.dumps.examine import examine
+
+            severity = examine(flags.ids, config, as_json=flags.json)
+            exit_status.append(0 if severity is Severity.OK else 1)
+            return
         from lockstep.lab.diagnose import (
             run,
         )  # after the settings are checked, because torch and vLLM load slowly
@@ -51,8 +77,6 @@ def main() -> None:
     rollouts = None
     if flags.rollouts is not None:
         from lockstep.lab.diagnosis.saved import find_rollouts, run_overrides
-        from lockstep.rollout.errors import ConfigError
-        from lockstep.rollout.safe_text import print_error
         from lockstep.trainer.settings_file import with_file
 
         try:
@@ -62,7 +86,7 @@ def main() -> None:
             print_error(error)
             sys.exit(2)
     sys.argv = [sys.argv[0], *overrides]
-    launch(with_config, check=partial(validate, needs_data=rollouts is None, scores=False))
+    launch(with_config, check=partial(validate, needs_data=rollouts is None and flags.ids is None, scores=False))
     sys.exit(exit_status[0] if exit_status else 0)
 
 

@@ -178,7 +178,7 @@ def test_no_collective_is_called_when_a_rank_is_lost() -> None:
 
 @pytest.fixture
 def counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on by a second each time it is read; nobody sleeps."""
+    """A clock that goes on by a second each time it is read, and never sleeps."""
     readings = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: float(next(readings)), sleep=lambda seconds: None)
     for module in ("recovery", "waiting"):
