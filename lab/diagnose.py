@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ from lockstep.lab.diagnosis.diagnosis import Diagnosis, print_diagnosis
 from lockstep.lab.diagnosis.examiner import Examiner
 from lockstep.lab.diagnosis.saved import load_rollouts
 from lockstep.lab.pages.token_view import write_token_view
-from lockstep.rollout.chat.chat import Chat
-from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.saved_rollouts import check_ids
 from lockstep.trainer.batch.step_batch import StepBatch
@@ -56,20 +55,23 @@ def run(
     console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
     media = None if rollouts is None else rollouts.resolve().parent.parent / "media"  # of the run that saved them
     chat = make_chat(config.model, history=config.environment.history, media=media)
+    examiner = partial(
+        Examiner, model=config.model, correction=config.correction, temperature=config.rollout.temperature,
+        with_routes=config.plan.replays_engine, chat=chat,
+    )  # fmt: skip
     if rollouts is not None:
         console.print(f"rollouts     {rollouts}", markup=False)
         case = Case(name="saved_rollouts", purpose="rollouts saved by a run", rollouts=load_rollouts(rollouts))
-        with open_examiner(config, chat, engine=None) as examiner:
-            assert isinstance(examiner.policy, Policy)
-            check_ids(case.rollouts, vocab_size=examiner.policy.vocab_size)
-            diagnosis = examiner.examine([case], variant)
+        with open_scorer(config, chat.images) as (policy, score):
+            check_ids(case.rollouts, vocab_size=policy.vocab_size)
+            diagnosis = examiner(policy=policy, score=score, engine=None).examine([case], variant)
     else:
         console.print(f"starting the engine with {config.model.path} ...", markup=False)
         # As in training, the engine starts first, so that it does not inherit threads of a computing model.
         with open_engine(config, chat.images) as engine:
             cases = engine.loop.run(sample_cases(config, engine=engine, chat=chat))
-            with open_examiner(config, chat, engine=engine) as examiner:
-                diagnosis = examiner.examine(cases, variant)
+            with open_scorer(config, chat.images) as (policy, score):
+                diagnosis = examiner(policy=policy, score=score, engine=engine).examine(cases, variant)
     if html is not None:
         try:
             write_token_view(html, diagnosis)
@@ -81,16 +83,6 @@ def run(
     else:
         print_diagnosis(diagnosis, console)
     return diagnosis
-
-
-@contextmanager
-def open_examiner(config: Config, chat: Chat, *, engine: EnginePool | None) -> Iterator[Examiner]:
-    """Load the policy, and yield what examines it. Raises as `open_scorer` does."""
-    with open_scorer(config, chat.images) as (policy, score):
-        yield Examiner(
-            model=config.model, correction=config.correction, temperature=config.rollout.temperature,
-            with_routes=config.plan.replays_engine, chat=chat, policy=policy, score=score, engine=engine,
-        )  # fmt: skip
 
 
 @contextmanager

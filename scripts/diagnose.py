@@ -61,9 +61,14 @@ def main() -> None:
 
     def with_config(config) -> None:
         if flags.ids is not None:
+            from lockstep.lab.diagnose import open_scorer
             from lockstep.lab.dumps.examine import examine
+            from lockstep.lab.dumps.own_scores import score
 
-            severity = examine(flags.ids, config, as_json=flags.json)
+            load = partial(open_scorer, config, None)
+            model, temperature = str(config.model.path), config.rollout.temperature
+            own_scores = partial(score, load=load, model=model, temperature=temperature)
+            severity = examine(flags.ids, own_scores, as_json=flags.json)
             exit_status.append(0 if severity is Severity.OK else 1)
             return
         from lockstep.lab.diagnose import (

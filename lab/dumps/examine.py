@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.lab.diagnosis.causes import Severity, severity_of
+from lockstep.lab.dumps.decision_tree import Cause, Verdict, judge
+from lockstep.lab.dumps.dump_readers import read_dump
+from lockstep.lab.dumps.dump_rows import Dump
 from lockstep.lab.dumps.measures import Measures
-from lockstep.lab.dumps.readers import read_dump
-from lockstep.lab.dumps.tree import Cause, Verdict, judge
 from lockstep.rollout.safe_text import terminal_safe
 
 if TYPE_CHECKING:  # loads torch
     from lockstep.lab.dumps.own_scores import OwnScores
-    from lockstep.trainer.config.schema import Config
 
 FORMAT = 1
 """Version of the JSON; an incompatible change increments it."""
@@ -27,18 +28,14 @@ BROKEN = (Cause.INVALID, Cause.NOT_SCORED, Cause.WRONG_MASK, Cause.SHIFT, Cause.
 """Causes that are faults at any distance."""
 
 
-def examine(path: Path, config: Config | None = None, *, as_json: bool = False) -> Severity:
+def examine(path: Path, own_scores: Callable[[Dump], OwnScores] | None = None, *, as_json: bool = False) -> Severity:
     """Examine a dump and print what explains it. Returns the severity, by `kl_v1` and `kl_v2` as in any diagnosis.
 
-    config: with the model to score the ids with; None: the dump alone. Raises `ConfigError` and `DataError` for what
+    own_scores: scores the ids with a model; None: the dump alone. Raises `ConfigError` and `DataError` for a dump that
     cannot be read.
     """
     measures = Measures(dump=read_dump(path))
-    own = None
-    if config is not None:
-        from lockstep.lab.dumps.own_scores import score
-
-        own = score(config, measures.dump)
+    own = None if own_scores is None else own_scores(measures.dump)
     verdict = judge(measures)
     severity = severity_of({"kl_v1": measures.kl_v1, "kl_v2": measures.kl_v2})
     if verdict.cause in BROKEN:

@@ -1,4 +1,4 @@
-"""Measures of a dump, on which the questions of `tree.py` decide.
+"""Measures of a dump, on which the questions of `decision_tree.py` decide.
 
 d = log π_sampling − log π_training per trained token [nats]. If both are logprobs of the same tokens under policies
 with equal support, E[e^−d] = 1 over sampled tokens, whatever the two policies are: the sum of π_training over tokens.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.lab.dumps.rows import Dump, DumpRow
+from lockstep.lab.dumps.dump_rows import Dump, DumpRow
 
 JUMP, JUMP_NOISES = 0.05, 50
 """|d| from which a token is far off [nats], at least, and in units of `noise`: 6 deviations of normal noise."""

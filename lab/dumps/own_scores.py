@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
-from lockstep.lab.diagnose import open_scorer
+from lockstep.lab.dumps.dump_rows import Dump
 from lockstep.lab.dumps.measures import Measures, both
-from lockstep.lab.dumps.rows import Dump
 from lockstep.rollout.errors import DataError
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.demonstrations import Tokenized
+from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.sft.demonstration_rows import batch_of
 
 SAME = 0.2
@@ -42,24 +44,35 @@ class OwnScores:
         return f"{self.model} agrees with neither ({numbers}): it is other weights, or scored at another temperature"
 
 
-def score(config: Config, dump: Dump) -> OwnScores:
-    """Score the trained tokens of a dump with `model.path`, at the temperature of the rows or of the settings.
+def score(
+    dump: Dump,
+    load: Callable[[], AbstractContextManager[tuple[Policy, Callable[..., Tensor]]]],
+    *,
+    model: str,
+    temperature: float,
+) -> OwnScores:
+    """Score the trained tokens of a dump, at the temperature of its rows if they say it.
+
+    Args:
+        load: `lab.diagnose.open_scorer` of the model.
+        model: name of it, for sentences.
+        temperature: of the settings.
 
     Raises `DataError` for token ids that the model does not have, or rows at several temperatures.
     """
     temperatures = {row.temperature for row in dump.rows if row.temperature is not None}
     if len(temperatures) > 1:
-        raise DataError(f"rows were sampled at {len(temperatures)} temperatures, expected one; score them one by one")
-    temperature = next(iter(temperatures), config.rollout.temperature)
+        raise DataError(f"rows were sampled at {len(temperatures)} temperatures, expected one; split the dump")
+    temperature = next(iter(temperatures), temperature)
     batch = batch_of([(_tokenized(row.ids_L, both(row)),) for row in dump.rows])
-    with open_scorer(config, None) as (policy, score_batch):
+    with load() as (policy, score_batch):
         largest = max(int(row.ids_L.max()) for row in dump.rows)
         if largest >= policy.vocab_size:
-            raise DataError(f"token id {largest}, and {config.model.path} has {policy.vocab_size} tokens")
+            raise DataError(f"token id {largest}, and {model} has {policy.vocab_size} tokens")
         own_N = score_batch(batch, temperature=temperature).double().numpy()
     measures = Measures(dump=dump)
     return OwnScores(
-        model=str(config.model.path),
+        model=model,
         temperature=temperature,
         to_sampling=float(np.abs(own_N - measures.sampling_N).mean()),
         to_training=float(np.abs(own_N - measures.training_N).mean()),

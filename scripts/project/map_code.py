@@ -40,6 +40,7 @@ ROOMS = (
     "lab/finding.py",
     "lab/watch",
     "lab/pages",
+    "lab/dumps",
     "lab/diagnosis",
     "lab/reward_model",
     "integrations/__init__.py",

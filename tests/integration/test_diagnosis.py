@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.demo.tokenizer import train_tokenizer
 from lockstep.demo.warm_start import new_model
-from lockstep.lab.diagnose import open_examiner
+from lockstep.lab.diagnose import open_scorer
 from lockstep.lab.diagnosis.cases import Case, sample_cases
 from lockstep.lab.diagnosis.causes import VARIANTS, Cause, Severity
 from lockstep.lab.diagnosis.diagnosis import REEXAMINED, Diagnosis
@@ -49,8 +49,20 @@ def examined(config: Config) -> Iterator[tuple[Examiner, list[Case]]]:
     chat = make_chat(config.model, history=config.environment.history)
     with forks_for_spawns(), open_engine(config) as engine:
         cases = engine.loop.run(sample_cases(config, engine=engine, chat=chat))
-        with open_examiner(config, chat, engine=engine) as examiner:
-            yield examiner, cases
+        with open_scorer(config, chat.images) as (policy, score):
+            yield (
+                Examiner(
+                    model=config.model,
+                    correction=config.correction,
+                    temperature=config.rollout.temperature,
+                    with_routes=False,
+                    chat=chat,
+                    policy=policy,
+                    score=score,
+                    engine=engine,
+                ),
+                cases,
+            )
 
 
 @pytest.fixture(scope="module")

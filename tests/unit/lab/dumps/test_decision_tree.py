@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from lockstep.lab.dumps.decision_tree import TREE, Cause, judge
+from lockstep.lab.dumps.dump_rows import Dump, DumpRow
 from lockstep.lab.dumps.measures import Measures
-from lockstep.lab.dumps.rows import Dump, DumpRow
-from lockstep.lab.dumps.tree import TREE, Cause, judge
 from tests.fixtures.paths import ROOT
 from tests.unit.lab.dumps.planted import PROMPT, Planted, planted
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.lab.dumps.dump_readers import read_dump
+from lockstep.lab.dumps.dump_rows import DumpRow
 from lockstep.lab.dumps.measures import Measures
-from lockstep.lab.dumps.readers import read_dump
-from lockstep.lab.dumps.rows import DumpRow
 from lockstep.rollout.errors import ConfigError, DataError
 from tests.fixtures.paths import ROOT
 

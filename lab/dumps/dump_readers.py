@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.lab.dumps.rows import SAMPLING, TRAINING, Dump, DumpRow, field
+from lockstep.lab.dumps.dump_rows import SAMPLING, TRAINING, Dump, DumpRow, field
 from lockstep.rollout.errors import ConfigError, DataError
 
 MAX_ROWS = 4096
