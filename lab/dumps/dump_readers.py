@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.lab.dumps.dump_rows import SAMPLING, TRAINING, Dump, DumpRow, field
-from lockstep.rollout.errors import ConfigError, DataError
+from lockstep.rollout.errors import ConfigError, DataError, LockstepError
 
 MAX_ROWS = 4096
 """Rows that are read; more say nothing new."""
@@ -47,7 +47,7 @@ def read_dump(path: Path) -> Dump:
     rows: list[DumpRow] = []
     untrained = 0
     for place, record in records[:MAX_ROWS]:
-        if (row := form.read(place, record)) is None:
+        if (row := _read(form, place, record)) is None:
             untrained += 1
         else:
             rows.append(row)
@@ -56,6 +56,15 @@ def read_dump(path: Path) -> Dump:
     if not rows:
         raise DataError(f"{path}: none of {len(records)} rows trains a token")
     return Dump(format=form.trainer, rows=tuple(rows), notes=(*notes, *form.lacks))
+
+
+def _read(form: Form, place: str, record: Mapping[str, Any]) -> DumpRow | None:
+    try:
+        return form.read(place, record)
+    except LockstepError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:  # not lists where they belong
+        raise DataError(f"{place}: not a row of {form.trainer}: {error}") from error
 
 
 class Form(NamedTuple):
@@ -140,7 +149,7 @@ def _whole(place: str, row: Mapping[str, Any], ids: str, mask: str, sampling: st
 
 
 FORMS = (
-    Form("this page", frozenset({"ids", "prompt_length", SAMPLING, TRAINING}), _own),
+    Form("docs/kl.md", frozenset({"ids", "prompt_length", SAMPLING, TRAINING}), _own),
     Form(
         "prime-rl",
         frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),

@@ -103,7 +103,7 @@ def _array(place: str, name: str, values: Any, dtype: type) -> np.ndarray:
             raise ValueError
     except (TypeError, ValueError, OverflowError) as error:
         kind = "true and false, or 1 and 0" if dtype is np.bool_ else "whole numbers"
-        raise DataError(f"{place}: {name} are no list of {kind}") from error
+        raise DataError(f"{place}: {name}: expected a list of {kind}") from error
     return array.astype(dtype)
 
 
@@ -111,7 +111,7 @@ def _logprobs(place: str, name: str, values: Any, is_trained_L: np.ndarray) -> n
     try:
         array = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{place}: {name} are no list of numbers") from error
+        raise DataError(f"{place}: {name}: expected a list of numbers") from error
     length, first = len(is_trained_L), int(np.argmax(is_trained_L))
     if array.ndim != 1 or len(array) not in (length, length - first):
         raise DataError(

@@ -58,14 +58,14 @@ def check(row: DumpRow) -> None:
 
 @pytest.mark.parametrize(
     ("row", "form"),
-    [(ANSWER, "this page"), (WHOLE, "this page"), (PRIME_RL, "prime-rl"), (NEMO_RL, "NeMo RL"), (SLIME, "slime")],
+    [(ANSWER, "docs/kl.md"), (WHOLE, "docs/kl.md"), (PRIME_RL, "prime-rl"), (NEMO_RL, "NeMo RL"), (SLIME, "slime")],
 )
 def test_a_row_reads_the_same_in_every_form(row: dict[str, Any], form: str, tmp_path: Path) -> None:
     dump = read_dump(of_slime(tmp_path, row) if row is SLIME else written(tmp_path, row))
     assert dump.format == form
     (found,) = dump.rows
     check(found)
-    assert (found.version, found.temperature) == ((7, 0.5) if form == "this page" else (None, None))
+    assert (found.version, found.temperature) == ((7, 0.5) if form == "docs/kl.md" else (None, None))
     assert Measures(dump=dump).d_N.tolist() == [0.5] * 4
 
 
@@ -104,10 +104,15 @@ def test_rows_without_ids_and_logprobs_are_refused(row: dict[str, Any], expected
         ({"sampling_logprobs": SAMPLING[4:]}, "4 sampling_logprobs, expected 8"),
         ({"training_logprobs": None}, "no training_logprobs; found ids, mask"),
         ({"mask": [1, 0]}, "a loss mask of 5 entries, expected one for each of 8 tokens"),
-        ({"ids": [*IDS[:-1], 2.5]}, "token ids are no list of whole numbers"),
+        ({"ids": [*IDS[:-1], 2.5]}, "token ids: expected a list of whole numbers"),
         ({"ids": [-1, *IDS[1:]]}, "token id -1, expected none below 0"),
-        ({"sampling_logprobs": ["a"] * 5}, "sampling_logprobs are no list of numbers"),
-        ({"mask": [2] * 5}, "loss mask are no list of true and false"),
+        ({"sampling_logprobs": ["a"] * 5}, "sampling_logprobs: expected a list of numbers"),
+        ({"mask": [2] * 5}, "loss mask: expected a list of true and false"),
+        ({"ids": 5}, "not a row of docs/kl.md"),
+        ({"sampling_logprobs": 1.5}, "not a row of docs/kl.md"),
+        ({"sampling_logprobs": [[-1.0]] * 5}, "sampling_logprobs"),
+        ({"ids": [2**70, *IDS[1:]]}, "token ids: expected a list of whole numbers"),
+        ({"mask": "trained"}, "loss mask: expected a list of true and false"),
         ({"temperature": "hot"}, "temperature is 'hot', expected a number"),
     ],
 )
