@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from lockstep.lab.diagnosis.causes import Severity
 from lockstep.lab.dumps.decision_tree import TREE, Cause, judge
 from lockstep.lab.dumps.dump_rows import Dump, DumpRow
+from lockstep.lab.dumps.examine import to_json
 from lockstep.lab.dumps.measures import Measures
 from tests.fixtures.paths import ROOT
 from tests.unit.lab.dumps.planted import PROMPT, Planted, planted
 
-FLOAT32, BFLOAT16 = 3e-4, 0.014
+FLOAT32, BFLOAT16, ROUGH = 3e-4, 0.014, 0.03
 
 
 def measures(dump: Planted, change: Callable[[np.ndarray, np.ndarray], object] = lambda *_: None) -> Measures:
@@ -30,13 +33,13 @@ def measures(dump: Planted, change: Callable[[np.ndarray, np.ndarray], object] =
     return Measures(dump=Dump(format="a test", rows=tuple(rows)))
 
 
-@pytest.mark.parametrize("rounding", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("rounding", [FLOAT32, BFLOAT16, ROUGH])
 @pytest.mark.parametrize(
     "cause",
     ["none", "wrong_mask", "shift", "retokenise", "padding", "truncated_support", "temperature", "stale_weights"],
 )
 def test_a_planted_cause_is_named(cause: str, rounding: float) -> None:
-    expected = "dtype" if cause == "none" and rounding == BFLOAT16 else cause
+    expected = "dtype" if cause == "none" and rounding > FLOAT32 else cause
     found = [str(judge(measures(planted(cause, seed=seed, rounding=rounding))).cause) for seed in range(4)]
     assert found == [expected] * 4
 
@@ -79,8 +82,10 @@ def _penalized(sampling: np.ndarray, training: np.ndarray) -> None:
 def test_numbers_that_are_no_pair_of_logprobs_are_named(
     change: Callable[[np.ndarray, np.ndarray], None], cause: Cause, evidence: str
 ) -> None:
-    verdict = judge(measures(planted("none", seed=0, rounding=FLOAT32), change))
+    found = measures(planted("none", seed=0, rounding=FLOAT32), change)
+    verdict = judge(found)
     assert (verdict.cause, evidence in verdict.evidence) == (cause, True), verdict.evidence
+    assert json.loads(json.dumps(to_json(found, verdict, Severity.CRITICAL, None), allow_nan=False))["cause"] == cause
 
 
 def test_what_the_dump_leaves_open_is_said() -> None:

@@ -69,6 +69,17 @@ def test_a_row_reads_the_same_in_every_form(row: dict[str, Any], form: str, tmp_
     assert Measures(dump=dump).d_N.tolist() == [0.5] * 4
 
 
+def test_an_answer_may_begin_with_tokens_that_are_not_trained(tmp_path: Path) -> None:
+    late = ANSWER | {"prompt_length": 2, "mask": MASK[2:],
+                     "sampling_logprobs": SAMPLING[2:], "training_logprobs": TRAINING[2:]}  # fmt: skip
+    (row,) = read_dump(written(tmp_path, late)).rows
+    check(row)
+    of_answer = {"loss_masks": torch.tensor(MASK[2:]), "rollout_log_probs": torch.tensor(SAMPLING[2:]),
+                 "log_probs": torch.tensor(TRAINING[2:])}  # fmt: skip
+    (row,) = read_dump(of_slime(tmp_path, SLIME | of_answer)).rows
+    check(row)
+
+
 def test_rows_that_train_nothing_are_counted(tmp_path: Path) -> None:
     untrained = NEMO_RL | {"sample_loss_mask": [0.0]}
     dump = read_dump(written(tmp_path, NEMO_RL, untrained, untrained))
