@@ -50,12 +50,14 @@ def rendezvous_address(hosts: Sequence[str]) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface whose first IPv4 address this is, or None."""
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """Return the first IPv4 address of an interface, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has no IPv4 address
-                continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    return None
+        try:
+            reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])

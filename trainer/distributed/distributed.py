@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import timedelta
@@ -53,6 +54,8 @@ MEETING_TIMEOUT = timedelta(seconds=20)
 """Time in which all ranks fail with an error that is common to them."""
 COMMUNICATION = {"float32": "fp32", "bfloat16": "bf16"}
 """DeepSpeed's names of the dtypes in which ranks sum gradients."""
+LOST = re.compile(r"gloo/transport/tcp\S+ (.*?\[(\S+)\]:\d+.*?)\. This is")
+"""gloo's words on a connection that ended, with the address at its other end."""
 CLAIM_BYTES = 8
 """Length of the digest by which ranks compare claims."""
 
@@ -95,6 +98,10 @@ class Distributed:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is first imported
         drop_stale_build_locks()
         choose_interface(os.environ)
+        if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+            from lockstep.trainer.distributed.machines import refuse_unreachable  # other runs do not load it
+
+            refuse_unreachable(os.environ)
         from accelerate import Accelerator
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -483,11 +490,18 @@ class Distributed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Leave the process groups, but not after a failure: other ranks may wait in a collective, and closing would
-        wait for them. The end of the process closes them."""
-        if failure is None or self.world_size == 1:
+        wait for them. The end of the process closes them. Raises `TrainingError` for a connection that gloo lost."""
+        if error is None or self.world_size == 1:
             self.close()
+        elif type(error) is RuntimeError and (match := LOST.search(str(error))):
+            lost = TrainingError(
+                f"rank {self.rank}: the connection to a rank at {match[2]} is lost ({match[1]}): its process or its "
+                "machine has ended. Its log says why; without a word there it was killed (out of memory, preempted)"
+            )
+            lost.__dict__.update(vars(error))  # notes
+            raise lost from error
 
     def close(self) -> None:
         self._accelerator.end_training()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -206,5 +207,8 @@ def launcher_of(distributed: Distributed) -> str:
         return lockstep()
     file = f"zero{distributed.zero_stage}" if distributed.zero_stage else "ddp"
     processes = f"--num_processes {distributed.world_size}"
+    if (hosts := os.environ.get("GROUP_WORLD_SIZE", "1")) != "1":
+        file = "multi_node" if distributed.zero_stage == 3 else file
+        processes += f" --num_machines {hosts} --machine_rank $NODE_RANK --main_process_ip {os.environ['MASTER_ADDR']}"
     config_file = shlex.quote(short_path(CONFIG_DIR / "accelerate" / f"{file}.yaml"))
     return f"{program('accelerate')} launch --config_file {config_file} {processes} -m lockstep"

@@ -10,7 +10,8 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lockstep.rollout.errors import CheckpointError, ConfigError, EngineError, LockstepError
+from lockstep.rollout.errors import CheckpointError, ConfigError, EngineError, LockstepError, TrainingError
 from lockstep.trainer.distributed import distributed
 from lockstep.trainer.distributed.distributed import Distributed, choose_interface, drop_stale_build_locks
 from tests.fixtures.distributed import FakeRank, on_ranks
@@ -298,3 +299,33 @@ def test_only_locks_too_old_to_have_an_owner_are_removed(tmp_path: Path, monkeyp
     drop_stale_build_locks()
     assert not stale.exists()
     assert fresh.exists()
+
+
+# Lost connections
+
+GLOO = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+GUESS = ". This is typically caused by a remote worker crashing. Check the logs"
+
+
+@pytest.mark.parametrize(
+    ("text", "address", "what"),
+    [
+        ("Connection closed by peer [10.0.0.2]:54692", "10.0.0.2", "Connection closed by peer"),
+        ("Read error [10.0.0.2]:14563: Connection reset by peer", "10.0.0.2", "Connection reset by peer"),
+        ("Connection closed by peer [fd00::2]:54692", "fd00::2", "Connection closed by peer"),
+    ],
+)
+def test_a_lost_connection_is_a_sentence_with_the_notes_of_its_error(text: str, address: str, what: str) -> None:
+    error = RuntimeError(f"{GLOO}{text}{GUESS}")
+    error.add_note("no update is saved")
+    with pytest.raises(TrainingError) as caught:
+        Distributed.__exit__(cast("Distributed", SimpleNamespace(rank=3, world_size=4)), None, error, None)
+    lost = caught.value
+    assert str(lost).startswith(f"rank 3: the connection to a rank at {address} is lost ({text}): its process or its")
+    assert what in str(lost)
+    assert vars(lost)["__notes__"] == ["no update is saved"]
+
+
+@pytest.mark.parametrize("text", ["a tensor has the wrong size", f"{GLOO}Timed out waiting 1000ms for send operation"])
+def test_other_errors_stay_as_they_are(text: str) -> None:
+    Distributed.__exit__(cast("Distributed", SimpleNamespace(rank=3, world_size=4)), None, RuntimeError(text), None)
