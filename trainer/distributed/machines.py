@@ -17,6 +17,8 @@ def refuse_unreachable(environment: Mapping[str, str]) -> None:
 
     Gloo waits for one that leads nowhere five times its limit, ten hours. Raises `TrainingError` on all machines.
     """
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return  # there is no store before rank 0 has one
     machine, machines = int(environment["GROUP_RANK"]), range(int(environment["GROUP_WORLD_SIZE"]))
     master = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
     store = PrefixStore(f"machines/{environment.get('TORCHELASTIC_RESTART_COUNT')}", master)

@@ -15,7 +15,12 @@ from lockstep.trainer.distributed.machines import refuse_unreachable
 def met(*interfaces: str | None) -> list[str]:
     """Return what each machine says, which has this interface for gloo."""
     store = TCPStore("127.0.0.1", 0, is_master=True)
-    common = {"GROUP_WORLD_SIZE": str(len(interfaces)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": str(len(interfaces)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
 
     def one(machine: int) -> str:
         interface = interfaces[machine]
@@ -51,6 +56,10 @@ def test_an_interface_that_leads_nowhere_is_named_on_all_machines(monkeypatch: p
     assert first == second
     assert "by GLOO_SOCKET_IFNAME=lo of {'lo': '127.0.0.1'" in first
     assert "}: No route to host. " in first
+
+
+def test_a_launcher_without_a_store_is_left_to_torch() -> None:
+    refuse_unreachable({"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
 
 
 def _refuses(address: tuple[str, int], timeout: float) -> None:
