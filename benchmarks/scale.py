@@ -1,0 +1,460 @@
+"""Cost of the drivers against up to 1,024 simulated engines: CPU per token, bytes per rank, the exchange of a step.
+
+    python benchmarks/scale.py [--only engines drivers ranks http turns] [--base-ms 1.9 --per-request-ms 0.17]
+    python benchmarks/scale.py --fit          # the two numbers, of a real vLLM server with the demo's model
+
+Each rank is a process that drives its share of the episodes, as ranks of a run do. Real are the sampler, the chat
+template, records, rewards, the pool of engines, the meetings of the ranks over gloo, the rows of the step and their
+broadcast; of 16 requests one goes over HTTP to a scripted server. The engines are simulated
+(`harness/simulated_engines.py`): a step takes `base + per request x running`, turns and their tokens are log-normal and
+alike within groups, and one engine in a hundred is lost at a drawn time. Their time passes on a virtual clock.
+
+All times are CPU times of the ranks' processes, without the simulation's own. Sweeps:
+
+engines   one driver, four rollouts per engine
+drivers   the largest load of that sweep, shared by 1, 2 and 4 drivers; the goal is 3 times the rate with 4
+ranks     the load per rank is constant; the goal is an exponent of 0.1 at most
+http      no request over HTTP, and all
+turns     short episodes, and as long as those of agents (median 29 turns, 90th percentile 56, 99th 85)
+
+An exponent k is that of value ∝ size^k; 1 is linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import secrets
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from aiohttp import web
+from harness.random_reward import __file__ as reward_file
+from harness.ranks import place
+from harness.results import argument_parser, fitted_exponent, report
+from harness.simulated_engines import (
+    CpuMeter,
+    EngineQueue,
+    Lengths,
+    Script,
+    SimulatedEngine,
+    SimulatedTask,
+    normal,
+    scripted_server,
+)
+from harness.virtual_clock import VirtualBackgroundLoop
+from harness.workloads import WORKLOADS
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from lockstep.rewards.composition import make_reward_set
+from lockstep.rewards.workers.pool import Isolation
+from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.sampler.sampler import Sampler
+from lockstep.rollout.server.server_engine import ServerEngine
+from lockstep.rollout.system.background_loop import BackgroundLoop
+from lockstep.rollout.system.gc_freeze import gc_frozen
+from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.collect.driving import Drivers
+from lockstep.trainer.collect.episodes import Episodes
+from lockstep.trainer.collect.several_ranks import SeveralRanks
+from lockstep.trainer.distributed.distributed import Distributed
+
+SWEEPS = ("engines", "drivers", "ranks", "http", "turns")
+SHORT = Lengths(median=3, sigma=0.5, longest=8)
+AGENTS = Lengths(median=29, sigma=0.49, longest=200)
+"""Turns of episodes."""
+TOKENS = Lengths(median=64, sigma=0.9, longest=512)
+"""Tokens of a turn."""
+ANSWER = "the tool says " * 8
+"""What an environment answers to a turn; 112 characters."""
+MAX_MODEL_LEN = 2**17
+MAX_RUNNING = 256
+LOST_SHARE = 0.01
+BASE_MS, PER_REQUEST_MS = 1.9, 0.17
+"""Step of an engine, by `--fit` [ms]."""
+WARM_UP_GROUPS = 2
+"""Groups of each rank before the measurement, which import and connect what is used."""
+FIT_TOKENS, FIT_REQUESTS, FIT_ROUNDS = 64, (1, 2, 4, 8, 16, 32, 64), 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One point of a sweep."""
+
+    ranks: int
+    """Each is a driver."""
+    engines: int
+    """Of all drivers together."""
+    rollouts: int
+    base_s: float
+    """Time of an engine's step without requests, and what each running request adds [s]."""
+    per_request_s: float
+    group: int = 8
+    turns: Lengths = SHORT
+    tokens: Lengths = TOKENS
+    http_every: int = 16
+    """One request of so many goes over HTTP; 0: none."""
+    lost_share: float = LOST_SHARE
+
+    @property
+    def num_groups(self) -> int:
+        return self.rollouts // self.group
+
+    @property
+    def typical_s(self) -> float:
+        """Rough time of an episode, in which engines are lost [s]."""
+        running = self.rollouts / self.engines
+        return self.turns.median * self.tokens.median * (self.base_s + self.per_request_s * running)
+
+
+class CountingRank(Distributed):
+    """A rank that counts its meetings, and the bytes of records and rows that leave or reach it."""
+
+    num_meetings = record_bytes = row_bytes = 0
+
+    def gather_to_main(self, payload: bytes) -> list[bytes]:
+        payloads = super().gather_to_main(payload)
+        self.num_meetings += 1
+        self.record_bytes += sum(map(len, payloads[1:])) if self.is_main else len(payload)
+        return payloads
+
+    def broadcast_bytes(self, payload: bytes) -> bytes:
+        received = super().broadcast_bytes(payload)
+        self.row_bytes += len(received)
+        return received
+
+
+class Stopwatch:
+    """CPU time of this process, by thread, without that of the simulation."""
+
+    def __init__(self, loop: VirtualBackgroundLoop, meter: CpuMeter) -> None:
+        self._loop, self._meter = loop, meter
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        async def loop_thread() -> float:
+            return time.thread_time()
+
+        simulated_s = self._meter.seconds
+        return {
+            "cpu_s": time.process_time() - simulated_s,
+            "episodes_s": self._loop.run_real(loop_thread()) - simulated_s,
+            "meetings_s": time.thread_time(),
+            "simulated_s": simulated_s,
+        }
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds since the last call."""
+        before, self._before = self._before, self._now()
+        return {name: value - before[name] for name, value in self._before.items()}
+
+
+def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequence[int]) -> dict[str, float]:
+    """Make one step as one rank; return what it cost."""
+    torch.set_num_threads(1)
+    if load.ranks > 1:
+        sizes = {"WORLD_SIZE": str(load.ranks), "LOCAL_WORLD_SIZE": str(load.ranks), "ACCELERATE_USE_CPU": "true"}
+        os.environ |= {**sizes, **place(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    vocab_size = max(max(words), *chat.stop_token_ids) + 1
+    script = Script(words=words, vocab_size=vocab_size, max_model_len=MAX_MODEL_LEN, lengths=load.tokens)
+    rewards = make_reward_set([f"{reward_file}:odd_length"], isolation=Isolation(mode="thread"))
+    meter = CpuMeter()
+    with CountingRank.start(dtype="float32", max_grad_norm=0.0) as ranks, VirtualBackgroundLoop() as loop:
+        server = ServerEngine(url, loop=SimpleNamespace(run=loop.run_real), vocab_size=vocab_size) if load.http_every else None
+        engines = [
+            SimulatedEngine(
+                number,
+                EngineQueue(
+                    base_s=load.base_s, per_request_s=load.per_request_s, max_running=MAX_RUNNING, meter=meter
+                ),
+                script=script,
+                loop=loop,
+                meter=meter,
+                server=server,
+                http_every=load.http_every,
+            )
+            for number in range(rank, load.engines, load.ranks)
+        ]
+        pool = EnginePool(engines)
+        pool.on_lost = lambda member, error: None  # it stays away until the next push
+        sampler = Sampler(
+            engine=pool,
+            chat=chat,
+            make_environment=lambda: SimulatedTask(load.turns),
+            max_turns=load.turns.longest,
+            seed=0,
+        )
+        drivers = SeveralRanks(loop, ranks, range(load.ranks)) if load.ranks > 1 else Drivers(loop)
+        episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
+        sampling = Sampling(max_tokens=load.tokens.longest, stop_token_ids=chat.stop_token_ids)
+
+        def rollouts(count: int, step: int) -> list[Any]:
+            groups = episodes.groups(
+                range(count),
+                lambda places: [{"prompt": f"question {place}", "answer": ANSWER, "place": place} for place in places],
+                samples_per_prompt=load.group,
+                sampling=sampling,
+                step=step,
+                stage=lambda name: nullcontext(),
+            )
+            return [rollout for group in groups for rollout in group]
+
+        def share(rollouts: list[Any]) -> StepBatch:
+            """As `Trainer._share`."""
+            batch = ranks.together(lambda: StepBatch.of(rollouts, mask_truncated=False))
+            if load.ranks > 1:
+                batch = decode(ranks.broadcast_bytes(encode(batch) if ranks.is_main else b""))
+            return batch
+
+        with gc_frozen():
+            share(rollouts(WARM_UP_GROUPS * load.ranks, step=0))
+            lost = random.Random(rank).sample(engines, round(load.lost_share * len(engines)))
+
+            async def lose_some() -> None:
+                for index, engine in enumerate(lost):
+                    later = load.typical_s * (index + 1) / (len(lost) + 1)
+                    asyncio.get_running_loop().call_later(later, engine.lose)
+
+            loop.run_real(lose_some())
+            begun_at = loop.clock.now
+            requests_before = sum(engine.num_requests for engine in engines)
+            ranks.num_meetings = ranks.record_bytes = ranks.row_bytes = 0
+            watch = Stopwatch(loop, meter)
+            delivered = rollouts(load.num_groups, step=1)
+            driving = watch.lap()
+            virtual_s, num_meetings = loop.clock.now - begun_at, ranks.num_meetings
+            ranks.row_bytes = 0  # decisions
+            batch = share(delivered)
+            sharing = watch.lap()
+        trained = sum(row.num_trained for row in batch.rows)
+        failed = sum(not rollout.is_trainable for rollout in delivered)
+        if server is not None:
+            loop.run_real(server.close())
+    return {
+        **driving,
+        "share_s": sharing["cpu_s"],
+        "virtual_s": virtual_s,
+        "meetings": num_meetings,
+        "requests": sum(engine.num_requests for engine in engines) - requests_before,
+        "trained": trained,
+        "failed": failed,
+        "resent": pool.num_resent,
+        "lost": len(lost),
+        "record_bytes": ranks.record_bytes,
+        "row_bytes": ranks.row_bytes,
+    }
+
+
+def serve(words: Sequence[int], vocab_size: int, sender: Connection) -> None:
+    """Run the scripted server; send its address."""
+
+    async def run() -> None:
+        script = Script(words=words, vocab_size=vocab_size, max_model_len=MAX_MODEL_LEN, lengths=TOKENS)
+        runner = web.AppRunner(scripted_server(script))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        sender.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+class Field:
+    """What all points share: the chat, the words of answers, and one scripted server."""
+
+    def __init__(self) -> None:
+        workload = WORKLOADS["multi_equal"]
+        workload.prepare()
+        self._chat = Chat.from_pretrained(workload.model_path)
+        self._words = sorted(set(self._chat.tokenizer.encode(f"question {ANSWER}", add_special_tokens=False)))
+        self._context = multiprocessing.get_context("fork")
+
+    def __enter__(self) -> Field:
+        receiver, sender = self._context.Pipe(duplex=False)
+        vocab_size = max(max(self._words), *self._chat.stop_token_ids) + 1
+        self._server = self._context.Process(target=serve, args=(self._words, vocab_size, sender), daemon=True)
+        self._server.start()
+        sender.close()
+        self._url = receiver.recv()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.terminate()
+        self._server.join()
+
+    def measure(self, load: Load) -> list[dict[str, float]]:
+        """Return the costs of each rank. Each is a fork, which inherits the imports."""
+        port = get_free_port()
+
+        def work(rank: int, sender: Connection) -> None:
+            sender.send(drive(rank, load, port, self._url, self._chat, self._words))
+
+        receivers, processes = [], []
+        for rank in range(load.ranks):
+            receiver, sender = self._context.Pipe(duplex=False)
+            process = self._context.Process(target=work, args=(rank, sender), daemon=True)
+            process.start()
+            sender.close()  # otherwise `recv` would wait forever if the process dies
+            receivers.append(receiver)
+            processes.append(process)
+        costs = [receiver.recv() for receiver in receivers]
+        for process in processes:
+            process.join()
+        return costs
+
+
+def summary(load: Load, costs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return a row of the table: numbers of rank 0, of the busiest rank, and of the median one."""
+    main = costs[0]
+    busiest_s = max(cost["cpu_s"] for cost in costs)
+    return {
+        "ranks": load.ranks,
+        "engines": load.engines,
+        "rollouts": load.rollouts,
+        "requests": int(sum(cost["requests"] for cost in costs)),
+        "tokens": int(main["trained"]),
+        "lost": int(sum(cost["lost"] for cost in costs)),
+        "resent": int(sum(cost["resent"] for cost in costs)),
+        "step, virtual s": main["virtual_s"],
+        "CPU s, busiest": busiest_s,
+        "CPU s, median": statistics.median(cost["cpu_s"] for cost in costs),
+        "tokens per CPU s": main["trained"] / busiest_s,
+        "us per token": 1e6 * sum(cost["cpu_s"] for cost in costs) / main["trained"],
+        "ms per request": 1e3 * sum(cost["cpu_s"] for cost in costs) / sum(cost["requests"] for cost in costs),
+        "meetings": int(main["meetings"]),
+        "meetings and records, CPU s of rank 0": main["meetings_s"],
+        "and of the median rank": statistics.median(cost["meetings_s"] for cost in costs),
+        "records, MB to rank 0": main["record_bytes"] / 1e6,
+        "rows, MB to each rank": main["row_bytes"] / 1e6,
+        "rows, CPU s of rank 0": main["share_s"],
+        "rows, CPU s of the median rank": statistics.median(cost["share_s"] for cost in costs),
+        "simulation, CPU s": sum(cost["simulated_s"] for cost in costs),
+    }
+
+
+def points(name: str, common: Mapping[str, float], *, is_quick: bool) -> list[Load]:
+    """Return the loads of a sweep."""
+    scale = 8 if is_quick else 1
+
+    def load(ranks: int, engines: int, rollouts: int, **changes: Any) -> Load:
+        return Load(ranks=ranks, engines=engines // scale, rollouts=rollouts // scale, **common, **changes)
+
+    match name:
+        case "engines":
+            return [load(1, count, 4 * count) for count in (64, 128, 256, 512, 1024)][: 2 if is_quick else None]
+        case "drivers":
+            engines = 64 if is_quick else 1024
+            return [load(count, engines, 4 * engines) for count in ((1, 2) if is_quick else (1, 2, 4))]
+        case "ranks":
+            return [load(count, 64 * count, 256 * count) for count in ((1, 2) if is_quick else (1, 2, 4, 8))]
+        case "http":
+            return [load(1, 64, 256, http_every=every) for every in (0, 1)]
+        case "turns":
+            return [load(1, 64, 128, turns=turns) for turns in (SHORT, AGENTS)]
+    raise ValueError(f"found {name}, expected one of {', '.join(SWEEPS)}")
+
+
+def exponents(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the exponents and ratios of a sweep."""
+    match name:
+        case "engines":
+            sizes = [row["engines"] for row in rows]
+            return {"cpu_by_engines": fitted_exponent(sizes, [row["CPU s, busiest"] for row in rows])}
+        case "drivers":
+            rates = {row["ranks"]: row["tokens per CPU s"] for row in rows}
+            return {f"rate_of_{count}_drivers": rate / rates[1] for count, rate in rates.items() if count > 1}
+        case "ranks":
+            shared = [row for row in rows if row["ranks"] > 1]  # a rank alone meets none and sends nothing
+            names = {
+                "driver_cpu_busiest": "CPU s, busiest",
+                "driver_cpu_median": "CPU s, median",
+                "meetings_rank_0": "meetings and records, CPU s of rank 0",
+                "record_bytes_rank_0": "records, MB to rank 0",
+                "row_bytes": "rows, MB to each rank",
+                "row_cpu_rank_0": "rows, CPU s of rank 0",
+                "row_cpu_median": "rows, CPU s of the median rank",
+            }
+            sizes = [row["ranks"] for row in shared]
+            return {f"{short}_by_ranks": fitted_exponent(sizes, [row[name] for row in shared]) for short, name in names.items()}
+        case "http":
+            local, remote = (row["ms per request"] for row in rows)
+            return {"http_ms_per_request": remote - local}
+    return {}
+
+
+def fit(rounds: int) -> list[dict[str, float]]:
+    """Return the time of a step of a real vLLM server by the number of its requests, which all have as many tokens."""
+    from transport import ENVIRONMENT, server
+
+    workload = WORKLOADS["multi_equal"]
+    workload.prepare()
+    os.environ.update(ENVIRONMENT)
+    key = secrets.token_urlsafe(16)
+    rows = []
+    with tempfile.TemporaryDirectory() as logs, BackgroundLoop() as loop:
+        with server(workload.model_path, key, Path(logs) / "server.log") as (url, _):
+            engine = ServerEngine(url, loop=loop, vocab_size=384, api_key=key)
+
+            async def at_once(count: int) -> None:
+                samplings = [Sampling(max_tokens=FIT_TOKENS, ignore_eos=True, seed=number) for number in range(count)]
+                await asyncio.gather(*(engine.generate([5, 6, 7, 8 + i % 200], s) for i, s in enumerate(samplings)))
+
+            for count in FIT_REQUESTS:
+                times = []
+                for _ in range(rounds + 1):
+                    start = time.perf_counter()
+                    loop.run(at_once(count))
+                    times.append((time.perf_counter() - start) / FIT_TOKENS)
+                rows.append({"requests": count, "ms per step": 1e3 * min(times[1:])})
+            loop.run(engine.close())
+    return rows
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SWEEPS, default=list(SWEEPS))
+    parser.add_argument("--fit", action="store_true", help="measure the time of a step of a real server, and stop")
+    parser.add_argument("--base-ms", type=float, default=BASE_MS, help="an engine's step without requests [ms]")
+    parser.add_argument("--per-request-ms", type=float, default=PER_REQUEST_MS, help="what each request adds [ms]")
+    args = parser.parse_args()
+    if args.fit:
+        rows = fit(1 if args.quick else FIT_ROUNDS)
+        line = statistics.linear_regression([row["requests"] for row in rows], [row["ms per step"] for row in rows])
+        numbers = {"base_ms": line.intercept, "per_request_ms": line.slope}
+        report("scale", rows, numbers, as_json=args.json, details={"tokens": FIT_TOKENS})
+        return
+    torch.set_num_threads(1)  # forks would inherit a thread pool without its threads
+    common = {"base_s": args.base_ms / 1e3, "per_request_s": args.per_request_ms / 1e3}
+    numbers: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    measured: dict[Load, dict[str, Any]] = {}
+    with Field() as field:
+        for name in args.only:
+            of_sweep = []
+            for load in points(name, common, is_quick=args.quick):
+                if load not in measured:
+                    measured[load] = summary(load, field.measure(load))
+                of_sweep.append({"sweep": name, **measured[load]})
+            rows += of_sweep
+            numbers |= exponents(name, of_sweep)
+    report("scale", rows, numbers, as_json=args.json, details=common)
+
+
+if __name__ == "__main__":
+    main()
