@@ -1,6 +1,6 @@
 """Cost of the drivers against up to 1,024 simulated engines: CPU per token, bytes per rank, the exchange of a step.
 
-    python benchmarks/scale.py [--only engines drivers ranks http turns] [--base-ms 1.9 --per-request-ms 0.17]
+    python benchmarks/scale.py [--only engines drivers ranks meetings http turns] [--base-ms 4.5 --per-request-ms 0.19]
     python benchmarks/scale.py --fit          # the two numbers, of a real vLLM server with the demo's model
 
 Each rank is a process that drives its share of the episodes, as ranks of a run do. Real are the sampler, the chat
@@ -11,9 +11,10 @@ alike within groups, and one engine in a hundred is lost at a drawn time. Their 
 
 All times are CPU times of the ranks' processes, without the simulation's own. Sweeps:
 
-engines   one driver, four rollouts per engine
+engines   one driver, two rollouts per engine
 drivers   the largest load of that sweep, shared by 1, 2 and 4 drivers; the goal is 3 times the rate with 4
 ranks     the load per rank is constant; the goal is an exponent of 0.1 at most
+meetings  the ranks meet with nothing to tell, as they do every 0.2 s while episodes run
 http      no request over HTTP, and all
 turns     short episodes, and as long as those of agents (median 29 turns, 90th percentile 56, 99th 85)
 
@@ -22,30 +23,29 @@ An exponent k is that of value ∝ size^k; 1 is linear.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import math
 import multiprocessing
 import os
+import pickle
 import random
 import secrets
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from aiohttp import web
 from harness.random_reward import __file__ as reward_file
 from harness.ranks import place
-from harness.results import argument_parser, fitted_exponent, report
+from harness.results import argument_parser, fitted_exponent, report, table
 from harness.simulated_engines import (
     CpuMeter,
     EngineQueue,
@@ -53,7 +53,6 @@ from harness.simulated_engines import (
     Script,
     SimulatedEngine,
     SimulatedTask,
-    normal,
     scripted_server,
 )
 from harness.virtual_clock import VirtualBackgroundLoop
@@ -72,10 +71,10 @@ from lockstep.rollout.system.gc_freeze import gc_frozen
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
-from lockstep.trainer.collect.several_ranks import SeveralRanks
+from lockstep.trainer.collect.several_ranks import POLL_S, SeveralRanks, pack
 from lockstep.trainer.distributed.distributed import Distributed
 
-SWEEPS = ("engines", "drivers", "ranks", "http", "turns")
+SWEEPS = ("engines", "drivers", "ranks", "meetings", "http", "turns")
 SHORT = Lengths(median=3, sigma=0.5, longest=8)
 AGENTS = Lengths(median=29, sigma=0.49, longest=200)
 """Turns of episodes."""
@@ -86,10 +85,14 @@ ANSWER = "the tool says " * 8
 MAX_MODEL_LEN = 2**17
 MAX_RUNNING = 256
 LOST_SHARE = 0.01
-BASE_MS, PER_REQUEST_MS = 1.9, 0.17
+BASE_MS, PER_REQUEST_MS = 4.5, 0.19
 """Step of an engine, by `--fit` [ms]."""
 WARM_UP_GROUPS = 2
 """Groups of each rank before the measurement, which import and connect what is used."""
+MEETINGS = 100
+GPUS, GPU_TOKENS, GPU_STEP_S = (8, 64, 256, 1024), 65536, 120.0
+"""Outlook: numbers of GPUs, tokens that each samples in a step, and the time of the step [s]."""
+T = TypeVar("T")
 FIT_TOKENS, FIT_REQUESTS, FIT_ROUNDS = 64, (1, 2, 4, 8, 16, 32, 64), 5
 
 
@@ -141,48 +144,60 @@ class CountingRank(Distributed):
 
 
 class Stopwatch:
-    """CPU time of this process, by thread, without that of the simulation."""
+    """CPU time of this process, all threads, without the simulation's own."""
 
-    def __init__(self, loop: VirtualBackgroundLoop, meter: CpuMeter) -> None:
-        self._loop, self._meter = loop, meter
+    def __init__(self, meter: CpuMeter) -> None:
+        self._meter = meter
         self._before = self._now()
 
-    def _now(self) -> dict[str, float]:
-        async def loop_thread() -> float:
-            return time.thread_time()
+    def _now(self) -> float:
+        return time.process_time() - self._meter.seconds
 
-        simulated_s = self._meter.seconds
-        return {
-            "cpu_s": time.process_time() - simulated_s,
-            "episodes_s": self._loop.run_real(loop_thread()) - simulated_s,
-            "meetings_s": time.thread_time(),
-            "simulated_s": simulated_s,
-        }
-
-    def lap(self) -> dict[str, float]:
+    def lap(self) -> float:
         """Return the seconds since the last call."""
         before, self._before = self._before, self._now()
-        return {name: value - before[name] for name, value in self._before.items()}
+        return self._before - before
+
+
+def join(rank: int, ranks: int, port: int) -> CountingRank:
+    """Start this process as one of several ranks of this machine."""
+    torch.set_num_threads(1)
+    if ranks > 1:
+        sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "ACCELERATE_USE_CPU": "true"}
+        os.environ |= {**sizes, **place(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return CountingRank.start(dtype="float32", max_grad_norm=0.0)
+
+
+def meet(rank: int, ranks: int, port: int) -> dict[str, float]:
+    """Return the CPU time of a meeting in which there is nothing to tell."""
+    with join(rank, ranks, port) as me, BackgroundLoop() as loop:
+        drivers = SeveralRanks(loop, me, range(ranks))
+        for count in (20, MEETINGS):  # the first ones connect
+            me.barrier()
+            start = time.process_time(), time.perf_counter()
+            for _ in range(count):
+                drivers.gather(list)
+                me.sum(torch.ones(1))
+            costs = time.process_time() - start[0], time.perf_counter() - start[1]
+    return {"cpu_s": costs[0] / MEETINGS, "elapsed_s": costs[1] / MEETINGS}
 
 
 def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequence[int]) -> dict[str, float]:
     """Make one step as one rank; return what it cost."""
-    torch.set_num_threads(1)
-    if load.ranks > 1:
-        sizes = {"WORLD_SIZE": str(load.ranks), "LOCAL_WORLD_SIZE": str(load.ranks), "ACCELERATE_USE_CPU": "true"}
-        os.environ |= {**sizes, **place(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     vocab_size = max(max(words), *chat.stop_token_ids) + 1
     script = Script(words=words, vocab_size=vocab_size, max_model_len=MAX_MODEL_LEN, lengths=load.tokens)
     rewards = make_reward_set([f"{reward_file}:odd_length"], isolation=Isolation(mode="thread"))
     meter = CpuMeter()
-    with CountingRank.start(dtype="float32", max_grad_norm=0.0) as ranks, VirtualBackgroundLoop() as loop:
-        server = ServerEngine(url, loop=SimpleNamespace(run=loop.run_real), vocab_size=vocab_size) if load.http_every else None
+    with join(rank, load.ranks, port) as ranks, VirtualBackgroundLoop() as loop:
+        server = (
+            ServerEngine(url, loop=SimpleNamespace(run=loop.run_real), vocab_size=vocab_size)
+            if load.http_every
+            else None
+        )
         engines = [
             SimulatedEngine(
                 number,
-                EngineQueue(
-                    base_s=load.base_s, per_request_s=load.per_request_s, max_running=MAX_RUNNING, meter=meter
-                ),
+                EngineQueue(base_s=load.base_s, per_request_s=load.per_request_s, max_running=MAX_RUNNING, meter=meter),
                 script=script,
                 loop=loop,
                 meter=meter,
@@ -235,28 +250,36 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             begun_at = loop.clock.now
             requests_before = sum(engine.num_requests for engine in engines)
             ranks.num_meetings = ranks.record_bytes = ranks.row_bytes = 0
-            watch = Stopwatch(loop, meter)
+            watch = Stopwatch(meter)
             delivered = rollouts(load.num_groups, step=1)
-            driving = watch.lap()
-            virtual_s, num_meetings = loop.clock.now - begun_at, ranks.num_meetings
+            driving_s = watch.lap()
+            virtual_s, num_meetings, record_bytes = loop.clock.now - begun_at, ranks.num_meetings, ranks.record_bytes
             ranks.row_bytes = 0  # decisions
+            watch.lap()
             batch = share(delivered)
-            sharing = watch.lap()
+            sharing_s = watch.lap()
+            payload = pack(delivered)
+            packing_s = watch.lap()
+            pickle.loads(payload)  # noqa: S301  # of this process
+            unpacking_s = watch.lap()
         trained = sum(row.num_trained for row in batch.rows)
-        failed = sum(not rollout.is_trainable for rollout in delivered)
+        if failed := [rollout.error for rollout in delivered if not rollout.is_trainable]:
+            raise RuntimeError(f"{len(failed)} of {load.rollouts} rollouts failed: {failed[0]}")
         if server is not None:
             loop.run_real(server.close())
     return {
-        **driving,
-        "share_s": sharing["cpu_s"],
+        "driving_s": driving_s,
+        "sharing_s": sharing_s,
+        "packing_s": packing_s,
+        "unpacking_s": unpacking_s,
+        "packed_bytes": len(payload),
         "virtual_s": virtual_s,
         "meetings": num_meetings,
         "requests": sum(engine.num_requests for engine in engines) - requests_before,
         "trained": trained,
-        "failed": failed,
         "resent": pool.num_resent,
         "lost": len(lost),
-        "record_bytes": ranks.record_bytes,
+        "record_bytes": record_bytes,
         "row_bytes": ranks.row_bytes,
     }
 
@@ -299,52 +322,92 @@ class Field:
         self._server.join()
 
     def measure(self, load: Load) -> list[dict[str, float]]:
-        """Return the costs of each rank. Each is a fork, which inherits the imports."""
-        port = get_free_port()
+        """Return the costs of each rank."""
+        return on_ranks(load.ranks, lambda rank, port: drive(rank, load, port, self._url, self._chat, self._words))
 
-        def work(rank: int, sender: Connection) -> None:
-            sender.send(drive(rank, load, port, self._url, self._chat, self._words))
 
-        receivers, processes = [], []
-        for rank in range(load.ranks):
-            receiver, sender = self._context.Pipe(duplex=False)
-            process = self._context.Process(target=work, args=(rank, sender), daemon=True)
-            process.start()
-            sender.close()  # otherwise `recv` would wait forever if the process dies
-            receivers.append(receiver)
-            processes.append(process)
-        costs = [receiver.recv() for receiver in receivers]
-        for process in processes:
-            process.join()
-        return costs
+def on_ranks(ranks: int, work: Callable[[int, int], T]) -> list[T]:
+    """Return the result of `work(rank, port)` of each rank. Each is a fork, which inherits the imports."""
+    context, port = multiprocessing.get_context("fork"), get_free_port()
+    receivers, processes = [], []
+    for rank in range(ranks):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=lambda r=rank, s=sender: s.send(work(r, port)), daemon=True)
+        process.start()
+        sender.close()  # otherwise `recv` would wait forever if the process dies
+        receivers.append(receiver)
+        processes.append(process)
+    results = [receiver.recv() for receiver in receivers]
+    for process in processes:
+        process.join()
+    return results
 
 
 def summary(load: Load, costs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return a row of the table: numbers of rank 0, of the busiest rank, and of the median one."""
+    """Return a row of the table; times of several ranks are those of the busiest one, unless the name says other."""
     main = costs[0]
-    busiest_s = max(cost["cpu_s"] for cost in costs)
+    requests, tokens = sum(int(cost["requests"]) for cost in costs), int(main["trained"])
+    total_s = sum(cost["driving_s"] for cost in costs)
+    busiest_s = max(cost["driving_s"] for cost in costs)
     return {
         "ranks": load.ranks,
         "engines": load.engines,
         "rollouts": load.rollouts,
-        "requests": int(sum(cost["requests"] for cost in costs)),
-        "tokens": int(main["trained"]),
-        "lost": int(sum(cost["lost"] for cost in costs)),
-        "resent": int(sum(cost["resent"] for cost in costs)),
-        "step, virtual s": main["virtual_s"],
-        "CPU s, busiest": busiest_s,
-        "CPU s, median": statistics.median(cost["cpu_s"] for cost in costs),
-        "tokens per CPU s": main["trained"] / busiest_s,
-        "us per token": 1e6 * sum(cost["cpu_s"] for cost in costs) / main["trained"],
-        "ms per request": 1e3 * sum(cost["cpu_s"] for cost in costs) / sum(cost["requests"] for cost in costs),
+        "requests": requests,
+        "lost, sent again": f"{sum(int(cost['lost']) for cost in costs)}, {sum(int(cost['resent']) for cost in costs)}",
+        "tokens": tokens,
+        "virtual s": main["virtual_s"],
         "meetings": int(main["meetings"]),
-        "meetings and records, CPU s of rank 0": main["meetings_s"],
-        "and of the median rank": statistics.median(cost["meetings_s"] for cost in costs),
-        "records, MB to rank 0": main["record_bytes"] / 1e6,
-        "rows, MB to each rank": main["row_bytes"] / 1e6,
-        "rows, CPU s of rank 0": main["share_s"],
-        "rows, CPU s of the median rank": statistics.median(cost["share_s"] for cost in costs),
-        "simulation, CPU s": sum(cost["simulated_s"] for cost in costs),
+        "CPU s": busiest_s,
+        "median": statistics.median(cost["driving_s"] for cost in costs),
+        "tokens/CPU s": tokens / busiest_s,
+        "with rows": tokens / max(cost["driving_s"] + cost["sharing_s"] for cost in costs),
+        "µs/token": 1e6 * total_s / tokens,
+        "ms/request": 1e3 * total_s / requests,
+        "records, MB": main["record_bytes"] / 1e6,
+        "rows, MB": main["row_bytes"] / 1e6,
+        "rows, CPU s": main["sharing_s"],
+        "rows, median": statistics.median(cost["sharing_s"] for cost in costs),
+    }
+
+
+def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return what a step costs outside the GPUs, from the numbers per token, byte and meeting.
+
+    Each GPU is a rank that drives its own engine, and samples `GPU_TOKENS` in a step of `GPU_STEP_S` seconds.
+    """
+    widest = measured["ranks"][-1]
+    driver_us = measured["http"][-1]["µs/token"]
+    row_bytes = 1e6 * widest["rows, MB"] / widest["tokens"]
+    row_us, other_row_us = (1e6 * widest[name] / widest["tokens"] for name in ("rows, CPU s", "rows, median"))
+    rows = []
+    for gpus in GPUS:
+        tokens = gpus * GPU_TOKENS
+        payload = tokens * row_bytes
+        meeting_s = 1e-3 * unit["ms_per_meeting_of_2"] * (gpus / 2) ** unit["meeting_by_ranks"]
+        rows.append(
+            {
+                "GPUs": gpus,
+                "driving, CPU s per rank": 1e-6 * driver_us * GPU_TOKENS,
+                "meetings, CPU s per rank": meeting_s * GPU_STEP_S / POLL_S,
+                "records to rank 0, GB": 1e-9 * tokens * unit["record_bytes_per_token"],
+                "records, CPU s of rank 0": 1e-6 * tokens * unit["unpacking_us_per_token"],
+                "rows to each rank, GB": 1e-9 * payload,
+                "rows, CPU s of rank 0": 1e-6 * tokens * row_us,
+                "rows, CPU s of others": 1e-6 * tokens * other_row_us,
+                "broadcast at 25 Gb/s, s": payload * math.ceil(math.log2(gpus)) / 3.125e9,
+            }
+        )
+    return rows
+
+
+def meetings(ranks: int) -> dict[str, Any]:
+    """Return the row of the meetings of a number of ranks."""
+    costs = on_ranks(ranks, lambda rank, port: meet(rank, ranks, port))
+    return {
+        "ranks": ranks,
+        "ms/meeting": 1e3 * statistics.median(cost["cpu_s"] for cost in costs),
+        "elapsed, ms": 1e3 * max(cost["elapsed_s"] for cost in costs),
     }
 
 
@@ -357,14 +420,14 @@ def points(name: str, common: Mapping[str, float], *, is_quick: bool) -> list[Lo
 
     match name:
         case "engines":
-            return [load(1, count, 4 * count) for count in (64, 128, 256, 512, 1024)][: 2 if is_quick else None]
+            return [load(1, count, 2 * count) for count in (64, 128, 256, 512, 1024)][: 2 if is_quick else None]
         case "drivers":
             engines = 64 if is_quick else 1024
-            return [load(count, engines, 4 * engines) for count in ((1, 2) if is_quick else (1, 2, 4))]
+            return [load(count, engines, 2 * engines) for count in ((1, 2) if is_quick else (1, 2, 4))]
         case "ranks":
-            return [load(count, 64 * count, 256 * count) for count in ((1, 2) if is_quick else (1, 2, 4, 8))]
+            return [load(count, 64 * count, 256 * count) for count in ((1, 2, 4) if is_quick else (1, 2, 4, 8))]
         case "http":
-            return [load(1, 64, 256, http_every=every) for every in (0, 1)]
+            return [load(1, 64, 128, http_every=every) for every in (0, 1)]
         case "turns":
             return [load(1, 64, 128, turns=turns) for turns in (SHORT, AGENTS)]
     raise ValueError(f"found {name}, expected one of {', '.join(SWEEPS)}")
@@ -375,25 +438,36 @@ def exponents(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     match name:
         case "engines":
             sizes = [row["engines"] for row in rows]
-            return {"cpu_by_engines": fitted_exponent(sizes, [row["CPU s, busiest"] for row in rows])}
+            return {"cpu_by_engines": fitted_exponent(sizes, [row["CPU s"] for row in rows])}
         case "drivers":
-            rates = {row["ranks"]: row["tokens per CPU s"] for row in rows}
-            return {f"rate_of_{count}_drivers": rate / rates[1] for count, rate in rates.items() if count > 1}
+            rates = {row["ranks"]: row["tokens/CPU s"] for row in rows}
+            whole = {row["ranks"]: row["with rows"] for row in rows}
+            return {
+                f"rate_of_{count}_drivers{name}": of[count] / of[1]
+                for name, of in (("", rates), ("_with_rows", whole))
+                for count in of
+                if count > 1
+            }
         case "ranks":
             shared = [row for row in rows if row["ranks"] > 1]  # a rank alone meets none and sends nothing
             names = {
-                "driver_cpu_busiest": "CPU s, busiest",
-                "driver_cpu_median": "CPU s, median",
-                "meetings_rank_0": "meetings and records, CPU s of rank 0",
-                "record_bytes_rank_0": "records, MB to rank 0",
-                "row_bytes": "rows, MB to each rank",
-                "row_cpu_rank_0": "rows, CPU s of rank 0",
-                "row_cpu_median": "rows, CPU s of the median rank",
+                "cpu": "CPU s",
+                "cpu_median": "median",
+                "record_bytes": "records, MB",
+                "row_bytes": "rows, MB",
+                "row_cpu_rank_0": "rows, CPU s",
+                "row_cpu_median": "rows, median",
             }
             sizes = [row["ranks"] for row in shared]
-            return {f"{short}_by_ranks": fitted_exponent(sizes, [row[name] for row in shared]) for short, name in names.items()}
+            return {
+                f"{short}_by_ranks": fitted_exponent(sizes, [row[column] for row in shared])
+                for short, column in names.items()
+            }
+        case "meetings":
+            sizes, cpu_ms = [row["ranks"] for row in rows], [row["ms/meeting"] for row in rows]
+            return {"ms_per_meeting_of_2": cpu_ms[0], "meeting_by_ranks": fitted_exponent(sizes, cpu_ms)}
         case "http":
-            local, remote = (row["ms per request"] for row in rows)
+            local, remote = (row["ms/request"] for row in rows)
             return {"http_ms_per_request": remote - local}
     return {}
 
@@ -407,22 +481,25 @@ def fit(rounds: int) -> list[dict[str, float]]:
     os.environ.update(ENVIRONMENT)
     key = secrets.token_urlsafe(16)
     rows = []
-    with tempfile.TemporaryDirectory() as logs, BackgroundLoop() as loop:
-        with server(workload.model_path, key, Path(logs) / "server.log") as (url, _):
-            engine = ServerEngine(url, loop=loop, vocab_size=384, api_key=key)
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        BackgroundLoop() as loop,
+        server(workload.model_path, key, Path(logs) / "server.log") as (url, _),
+    ):
+        engine = ServerEngine(url, loop=loop, vocab_size=384, api_key=key)
 
-            async def at_once(count: int) -> None:
-                samplings = [Sampling(max_tokens=FIT_TOKENS, ignore_eos=True, seed=number) for number in range(count)]
-                await asyncio.gather(*(engine.generate([5, 6, 7, 8 + i % 200], s) for i, s in enumerate(samplings)))
+        async def at_once(count: int) -> None:
+            samplings = [Sampling(max_tokens=FIT_TOKENS, ignore_eos=True, seed=number) for number in range(count)]
+            await asyncio.gather(*(engine.generate([5, 6, 7, 8 + i % 200], s) for i, s in enumerate(samplings)))
 
-            for count in FIT_REQUESTS:
-                times = []
-                for _ in range(rounds + 1):
-                    start = time.perf_counter()
-                    loop.run(at_once(count))
-                    times.append((time.perf_counter() - start) / FIT_TOKENS)
-                rows.append({"requests": count, "ms per step": 1e3 * min(times[1:])})
-            loop.run(engine.close())
+        for count in FIT_REQUESTS:
+            times = []
+            for _ in range(rounds + 1):
+                start = time.perf_counter()
+                loop.run(at_once(count))
+                times.append((time.perf_counter() - start) / FIT_TOKENS)
+            rows.append({"requests": count, "ms per step": 1e3 * min(times[1:])})
+        loop.run(engine.close())
     return rows
 
 
@@ -442,18 +519,26 @@ def main() -> None:
     torch.set_num_threads(1)  # forks would inherit a thread pool without its threads
     common = {"base_s": args.base_ms / 1e3, "per_request_s": args.per_request_ms / 1e3}
     numbers: dict[str, float] = {}
-    rows: list[dict[str, Any]] = []
-    measured: dict[Load, dict[str, Any]] = {}
+    sweeps: dict[str, list[dict[str, Any]]] = {}
+    measured: dict[Load, list[dict[str, float]]] = {}
     with Field() as field:
         for name in args.only:
-            of_sweep = []
-            for load in points(name, common, is_quick=args.quick):
-                if load not in measured:
-                    measured[load] = summary(load, field.measure(load))
-                of_sweep.append({"sweep": name, **measured[load]})
-            rows += of_sweep
-            numbers |= exponents(name, of_sweep)
-    report("scale", rows, numbers, as_json=args.json, details=common)
+            if name == "meetings":
+                sweeps[name] = [meetings(ranks) for ranks in ((2, 4) if args.quick else (2, 4, 8, 16))]
+            else:
+                loads = points(name, common, is_quick=args.quick)
+                measured |= {load: field.measure(load) for load in loads if load not in measured}
+                sweeps[name] = [summary(load, measured[load]) for load in loads]
+            numbers |= exponents(name, sweeps[name])
+            print(f"\n{name}\n{table(sweeps[name])}", flush=True)
+    alone = [cost for load, costs in measured.items() if load.ranks == 1 for cost in costs]
+    if alone:
+        tokens = sum(cost["trained"] for cost in alone)
+        numbers["packing_us_per_token"] = 1e6 * sum(cost["packing_s"] for cost in alone) / tokens
+        numbers["unpacking_us_per_token"] = 1e6 * sum(cost["unpacking_s"] for cost in alone) / tokens
+        numbers["record_bytes_per_token"] = sum(cost["packed_bytes"] for cost in alone) / tokens
+    rows = outlook(sweeps, numbers) if {"ranks", "http", "meetings"} <= set(sweeps) else []
+    report("scale", rows, numbers, as_json=args.json, details={**common, "sweeps": sweeps})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Engines without a model: how long they take is computed on a virtual clock, and what they answer is drawn.
 
     Lengths            log-normal numbers of tokens or turns, cut at a limit, alike within groups
-    EngineQueue        continuous batching: a step takes `base_s + per_request_s * running` and gives each request a token
+    EngineQueue        continuous batching: each step takes `base_s + per_request_s * running` and samples one token each
     SimulatedEngine    member of the product's pool; answers itself, or over HTTP from `scripted_server`
     SimulatedTask      environment that answers a drawn number of turns
 
@@ -156,7 +156,8 @@ class Script:
 
     def length(self, sampling: Sampling) -> int:
         """Return the tokens of an answer; `Sampling.affinity` names the group."""
-        assert sampling.affinity is not None and sampling.seed is not None
+        assert sampling.affinity is not None
+        assert sampling.seed is not None
         return min(self.lengths.of(normal(*sampling.affinity), normal(sampling.seed)), sampling.max_tokens)
 
     def answer(self, length: int, *, seed: int, stop: int | None) -> Answer:
