@@ -1,7 +1,7 @@
 """Engines without a model: how long they take is computed on a virtual clock, and what they answer is drawn.
 
     Lengths            log-normal numbers of tokens or turns, cut at a limit, alike within groups
-    EngineQueue        continuous batching: each step takes `base_s + per_request_s * running` and samples one token each
+    EngineQueue        continuous batching: a step takes `base_s + per_request_s * running` and samples a token for each
     SimulatedEngine    member of the product's pool; answers itself, or over HTTP from `scripted_server`
     SimulatedTask      environment that answers a drawn number of turns
 
