@@ -28,6 +28,7 @@ NUMBERS = {
     "limit": ("multi_equal_1_ratio",),
     "loop": ("float32_k3_kl", "bfloat16_k3_kl", "float32_update_share", "float32_gb_per_s"),
     "records": ("us_per_token",),
+    "scale": ("rate_of_2_drivers", "episodes_by_ranks", "meeting_by_ranks", "http_ms_per_request"),
     "rollouts": ("engine_ratio", "rollout_ratio", "idle_fraction"),
     "startup": ("seconds_to_first_update",),
     "transport": ("compact_share", "json_share"),
