@@ -81,7 +81,7 @@ AGENTS = Lengths(median=29, sigma=0.49, longest=200)
 TOKENS = Lengths(median=64, sigma=0.9, longest=512)
 """Tokens of a turn."""
 ANSWER = "the tool says " * 8
-"""What an environment answers to a turn; 112 characters."""
+"""Text with which the environment answers a turn."""
 MAX_MODEL_LEN = 2**17
 MAX_RUNNING = 256
 LOST_SHARE = 0.01
@@ -103,7 +103,7 @@ class Load:
     ranks: int
     """Each is a driver."""
     engines: int
-    """Of all drivers together."""
+    """Number of the engines of all drivers together."""
     rollouts: int
     base_s: float
     """Time of an engine's step without requests, and what each running request adds [s]."""
@@ -112,7 +112,7 @@ class Load:
     turns: Lengths = SHORT
     tokens: Lengths = TOKENS
     http_every: int = 16
-    """One request of so many goes over HTTP; 0: none."""
+    """One of this number of requests goes over HTTP; 0: none."""
     lost_share: float = LOST_SHARE
 
     @property
@@ -318,7 +318,7 @@ def serve(words: Sequence[int], vocab_size: int, sender: Connection) -> None:
 
 
 class Field:
-    """What all points share: the chat, the words of answers, and one scripted server."""
+    """Parts that all points share: the chat, the words of answers, and one scripted server."""
 
     def __init__(self) -> None:
         workload = WORKLOADS["multi_equal"]

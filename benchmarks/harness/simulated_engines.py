@@ -64,7 +64,7 @@ def normal(*key: int) -> float:
 
 
 class CpuMeter:
-    """CPU time of the simulation itself, which is no cost of a driver."""
+    """CPU time of the simulation itself, which does not count as a driver's."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -146,7 +146,7 @@ class EngineQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What all engines of a run answer with."""
+    """The answers of all engines of a run."""
 
     words: Sequence[int]
     """Token ids of plain text, from which answers are drawn."""
@@ -217,8 +217,8 @@ class SimulatedEngine(CannotScore):
         await self.queue.serve(length)
         if is_remote and self._server is not None:
             with self.loop.clock.held():
-                drawn = replace(sampling, max_tokens=length, ignore_eos=is_cut)
-                return await self._server.generate(prompt_ids, drawn)
+                request = replace(sampling, max_tokens=length, ignore_eos=is_cut)
+                return await self._server.generate(prompt_ids, request)
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = sample_params(sampling, room=room)
         with self._meter.counted():

@@ -14,6 +14,7 @@ import pytest
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import EngineLostError
 from tests.fixtures.paths import ROOT
 from tests.fixtures.tokenizers import chat_tokenizer
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))  # as Python does for a script
 
 import scale
 from harness.simulated_engines import CpuMeter, EngineQueue, Lengths, Script, SimulatedEngine, normal
-from harness.virtual_clock import VirtualBackgroundLoop
+from harness.virtual_clock import VirtualBackgroundLoop, VirtualClock
 
 BASE_S, PER_REQUEST_S = 0.5, 0.125  # exact in binary
 
@@ -63,18 +64,28 @@ def test_requests_beyond_the_limit_wait_for_a_place():
     assert ends(queue(max_running=2), [(0.0, 10)] * 4) == pytest.approx([10 * step_s] * 2 + [20 * step_s] * 2)
 
 
-def test_the_clock_stands_still_while_nobody_waits_for_the_loop():
-    async def later() -> asyncio.Task:
+def test_the_clock_runs_only_while_a_thread_waits_and_nothing_real_is_awaited():
+    clock = VirtualClock()
+    assert clock.stands_s() > 0
+    with clock.runs():
+        assert clock.stands_s() == 0
+        with clock.held():
+            assert clock.stands_s() > 0
+        assert clock.stands_s() == 0
+    assert clock.stands_s() > 0
+
+
+def test_a_limit_on_a_wait_passes_in_virtual_time():
+    async def begin() -> asyncio.Task:
         return asyncio.create_task(asyncio.sleep(5.0))
 
-    async def ended(task: asyncio.Task) -> bool:
+    async def has_ended(task: asyncio.Task) -> bool:
         await asyncio.wait([task], timeout=2.0)
         return task.done()
 
     with VirtualBackgroundLoop() as loop:
-        task = loop.run(later())
-        assert loop.clock.now == 0.0
-        assert [loop.run(ended(task)) for _ in range(3)] == [False, False, True]
+        task = loop.run(begin())
+        assert [loop.run(has_ended(task)) for _ in range(3)] == [False, False, True]
         assert loop.clock.now == 5.0
 
 
@@ -155,7 +166,11 @@ def test_an_answer_does_not_depend_on_the_engine_and_survives_its_loss():
                 calls = await asyncio.gather(*(pool.generate([2, 3, 4], sampling) for sampling in samplings))
                 return [tuple(call.sampled_ids) for call in calls]
 
-            return loop.run(ask()), pool.num_resent
+            answers = loop.run(ask())
+            if lose:
+                with pytest.raises(EngineLostError):
+                    loop.run(engines[0].generate([2, 3, 4], samplings[0]))
+            return answers, pool.num_resent
 
     calm, none_sent_again = sampled(lose=False)
     stormy, num_sent_again = sampled(lose=True)
@@ -172,7 +187,7 @@ def test_a_step_of_one_driver_has_its_costs():
     assert costs["virtual_s"] > 1.0
     row = scale.summary(load, [costs])
     assert row["tokens/CPU s"] * row["µs/token"] == pytest.approx(1e6)
-    assert row["records, MB"] == row["rows, MB"] == 0.0  # nobody to send them to
+    assert row["records, MB"] == row["rows, MB"] == 0.0  # no other rank gets them
 
 
 def test_the_outlook_takes_the_tokens_of_all_gpus_to_every_rank():
