@@ -45,6 +45,7 @@ import torch
 from aiohttp import web
 from harness.random_reward import __file__ as reward_file
 from harness.ranks import place
+from harness.real_server import ENVIRONMENT, server
 from harness.results import argument_parser, fitted_exponent, report, table
 from harness.simulated_engines import (
     CpuMeter,
@@ -503,8 +504,6 @@ def exponents(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def fit(rounds: int) -> list[dict[str, float]]:
     """Return the time of a step of a real vLLM server by the number of its requests, which all have as many tokens."""
-    from transport import ENVIRONMENT, server
-
     workload = WORKLOADS["multi_equal"]
     workload.prepare()
     os.environ.update(ENVIRONMENT)

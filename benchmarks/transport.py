@@ -16,21 +16,16 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from harness.real_server import CONTEXT, ENVIRONMENT, KV_CACHE_GIB, server
 from harness.results import argument_parser, report
-from harness.workloads import ROOT, WORKLOADS
+from harness.workloads import WORKLOADS
 
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
@@ -39,9 +34,7 @@ from lockstep.rollout.server.server_engine import GENERATE, ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
 
-CONTEXT, PROMPT_TOKENS, KV_CACHE_GIB = 512, 32, 0.5
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-"""One thread per engine on any core; vLLM would pin both engines to the first."""
+PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,28 +46,6 @@ class Cost:
     """CPU time of the engine's process."""
     rest_us: float
     """CPU time of all other processes on the way of the token."""
-
-
-@contextmanager
-def server(model: Path, key: str, log_path: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a server by scripts/serve_engine.py; yield its address and process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = [f"model.path={model}", f"server.port={port}", f"rollout.max_model_len={CONTEXT}"]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "scripts/serve_engine.py", *settings, f"rollout.kv_cache_gib={KV_CACHE_GIB}"],
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT, "LOCKSTEP_ENGINE_KEY": key},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
 
 
 def cpu_s(*processes: psutil.Process) -> float:

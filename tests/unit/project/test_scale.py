@@ -20,9 +20,10 @@ from tests.fixtures.tokenizers import chat_tokenizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as Python does for a script
 
-import scale
 from harness.simulated_engines import CpuMeter, EngineQueue, Lengths, Script, SimulatedEngine, normal
 from harness.virtual_clock import VirtualBackgroundLoop, VirtualClock
+
+from benchmarks import scale
 
 BASE_S, PER_REQUEST_S = 0.5, 0.125  # exact in binary
 
