@@ -85,6 +85,7 @@ def test_numbers_that_are_no_pair_of_logprobs_are_named(
     found = measures(planted("none", seed=0, rounding=FLOAT32), change)
     verdict = judge(found)
     assert (verdict.cause, evidence in verdict.evidence) == (cause, True), verdict.evidence
+    assert np.isfinite([found.kl_v1, found.kl_v2, *found.ratio]).all(), "tokens without a logprob are left out"
     assert json.loads(json.dumps(to_json(found, verdict, Severity.CRITICAL, None), allow_nan=False))["cause"] == cause
 
 
