@@ -1,4 +1,4 @@
-"""Diagnosis of a model (`lockstep diagnose`): sample or load rollouts, examine them, report."""
+"""Diagnosis of a model (`lockstep diagnose`): sample or load rollouts, examine them or locate an operator, report."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from lockstep.lab.diagnosis.causes import Cause
 from lockstep.lab.diagnosis.diagnosis import Diagnosis, print_diagnosis
 from lockstep.lab.diagnosis.examiner import Examiner
 from lockstep.lab.diagnosis.saved import load_rollouts
+from lockstep.lab.locate.location import Location
+from lockstep.lab.locate.location_report import print_location, to_json
+from lockstep.lab.locate.setup import locate_run, refuse_unfit
+from lockstep.lab.pages.location_page import write_location_page
 from lockstep.lab.pages.token_view import write_token_view
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.saved_rollouts import check_ids
@@ -73,16 +77,39 @@ def run(
             with open_scorer(config, chat.images) as (policy, score):
                 diagnosis = examiner(policy=policy, score=score, engine=engine).examine(cases, variant)
     if html is not None:
-        try:
-            write_token_view(html, diagnosis)
-        except OSError as error:
-            raise ConfigError(f"--html {html} cannot be written: {error}") from error
+        _write(html, lambda: write_token_view(html, diagnosis))
         console.print(f"token view   {html}", markup=False)
     if as_json:
         print(json.dumps(diagnosis.to_json(), allow_nan=False))
     else:
         print_diagnosis(diagnosis, console)
     return diagnosis
+
+
+def run_location(config: Config, *, as_json: bool = False, html: Path | None = None) -> Location:
+    """Name the operator at which engine and trainer part, and report. Raises `LockstepError` if it cannot be done."""
+    quiet_third_parties()
+    console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
+    refuse_unfit(config)
+    chat = make_chat(config.model, history=config.environment.history)
+    console.print(f"starting the engine with {config.model.path} in this process ...", markup=False)
+    location = locate_run(config, chat)
+    settings = {"model": config.model.path, "engine_dtype": config.model.dtype, "trainer_dtype": "float32"}
+    if html is not None:
+        _write(html, lambda: write_location_page(html, location, settings))
+        console.print(f"heat map     {html}", markup=False)
+    if as_json:
+        print(json.dumps(to_json(location, settings), allow_nan=False))
+    else:
+        print_location(location, console)
+    return location
+
+
+def _write(html: Path, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise ConfigError(f"--html {html} cannot be written: {error}") from error
 
 
 @contextmanager

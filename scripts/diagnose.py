@@ -7,6 +7,7 @@
     lockstep diagnose --ids dump.jsonl                       token ids with logprobs that another trainer wrote
     lockstep diagnose --ids dump.jsonl model.path=...        the same, scored again with these weights
     lockstep diagnose experiment=demo --break retokenise     a deliberately broken pipeline
+    lockstep diagnose experiment=demo --locate               the operator and layer at which engine and trainer part
     lockstep diagnose experiment=demo --json                 for programs; exit status 0: ok, 1: not ok
 
 The numbers are explained in docs/diagnosis.md, those of --ids in docs/kl.md. Settings: trainer/config/schema.py, as for
@@ -38,14 +39,18 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--ids", type=Path, metavar="PATH", help="token ids with logprobs of another trainer")
     variants = [variant.value for variant in VARIANTS]
     parser.add_argument("--break", dest="variant", choices=variants, help="break the pipeline in this way")
-    return parser.parse_known_args(arguments)
+    parser.add_argument("--locate", action="store_true", help="name the operator at which engine and trainer part")
+    flags, overrides = parser.parse_known_args(arguments)
+    if flags.locate and (flags.rollouts is not None or flags.variant is not None):
+        parser.error("--locate samples a row of its own from an unbroken pipeline; leave out --rollouts and --break")
+    return flags, overrides
 
 
 def main() -> None:
     flags, overrides = parse(sys.argv[1:])
     exit_status: list[int] = []
 
-    if flags.ids is not None and (others := [name for name in ("rollouts", "variant", "html") if getattr(flags, name)]):
+    if flags.ids is not None and (others := [name for name in ("rollouts", "variant", "locate", "html") if getattr(flags, name)]):
         flag = ", ".join("--break" if name == "variant" else f"--{name}" for name in others)
         print_error(f"--ids reads rows of another trainer, for which {flag} means nothing; leave it out")
         sys.exit(2)
@@ -60,6 +65,7 @@ def main() -> None:
         sys.exit(0 if severity is Severity.OK else 1)
 
     def with_config(config) -> None:
+        # After the settings are checked, because torch and vLLM load slowly.
         if flags.ids is not None:
             from lockstep.lab.diagnose import open_scorer
             from lockstep.lab.dumps.examine import examine
@@ -71,10 +77,12 @@ def main() -> None:
             severity = examine(flags.ids, own_scores, as_json=flags.json)
             exit_status.append(0 if severity is Severity.OK else 1)
             return
-        from lockstep.lab.diagnose import (
-            run,
-        )  # after the settings are checked, because torch and vLLM load slowly
+        from lockstep.lab.diagnose import run, run_location
 
+        if flags.locate:
+            location = run_location(config, as_json=flags.json, html=flags.html)
+            exit_status.append(0 if location.verdict == "ok" else 1)
+            return
         variant = Cause(flags.variant) if flags.variant else None
         diagnosis = run(config, as_json=flags.json, html=flags.html, rollouts=rollouts, variant=variant)
         exit_status.append(0 if diagnosis.finding.severity is Severity.OK else 1)
@@ -91,7 +99,8 @@ def main() -> None:
             print_error(error)
             sys.exit(2)
     sys.argv = [sys.argv[0], *overrides]
-    launch(with_config, check=partial(validate, needs_data=rollouts is None and flags.ids is None, scores=False))
+    needs_data = rollouts is None and flags.ids is None and not flags.locate
+    launch(with_config, check=partial(validate, needs_data=needs_data, scores=False))
     sys.exit(exit_status[0] if exit_status else 0)
 
 

@@ -165,20 +165,23 @@ def _hook(model: nn.Module, calls: dict[str, list[Step]]) -> tuple[list[Any], di
             sizes[name] = tuple(widths)
         router = getattr(module, "router", None)
         if router is not None and callable(getattr(router, "select_experts", None)):
-            handles.append(_Routed(router, calls.setdefault(f"{name}.{ROUTES}", [])))
+            factor = getattr(module, "routed_scaling_factor", 1.0)
+            handles.append(_Routed(router, calls.setdefault(f"{name}.{ROUTES}", []), factor))
     return handles, sizes
 
 
 class _Routed:
     """Record of the experts that a router of vLLM selects, removed like a hook."""
 
-    def __init__(self, router: Any, calls: list[Step]) -> None:
+    def __init__(self, router: Any, calls: list[Step], factor: float) -> None:
+        """factor: by which vLLM scales the output of the experts, where transformers scales the weights."""
         self._router = router
         select = router.select_experts
 
         def selecting(*args: Any, **kwargs: Any) -> Any:
             chosen = select(*args, **kwargs)
-            calls.append(([], list(_tensors(chosen))))
+            weights, ids = _tensors(chosen)
+            calls.append(([], [weights * factor, ids]))
             return chosen
 
         router.select_experts = selecting

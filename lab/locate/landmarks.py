@@ -25,6 +25,8 @@ PACKED = {
     "v_proj": ("qkv_proj", 2),
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
+    "q_a_proj": ("fused_qkv_a_proj", 0),
+    "kv_a_proj_with_mqa": ("fused_qkv_a_proj", 1),
     "w1": ("w13", 0),
     "w3": ("w13", 1),
 }
@@ -57,6 +59,8 @@ KNOWN = frozenset({
 """Model types whose map was tested: without a fault nothing is named (tests/integration/test_locate_families.py)."""
 INTERLEAVED = frozenset({"llama4_text"})
 """Model types whose queries and keys vLLM orders by halves, where transformers has pairs."""
+SCORES_FIRST = frozenset({"llama4_text"})
+"""Model types whose router gives scores in transformers, and logits in vLLM."""
 
 
 class Part(StrEnum):
@@ -127,11 +131,7 @@ class LandmarkMap:
 def map_landmarks(model: PreTrainedModel, trace: EngineTrace) -> LandmarkMap:
     """Find the engine's values. Raises `ConfigError` for a model type whose map was not tested."""
     model_type = model.config.get_text_config().model_type
-    if model_type not in KNOWN:
-        raise ConfigError(
-            f"--locate has no map from the operators of model type {model_type} to those of vLLM, and would name wrong "
-            f"ones; it has one for {', '.join(sorted(KNOWN))}. Leave out --locate to compare log-probabilities"
-        )
+    refuse_unknown(model_type)
     finder = _Finder(trace)
     values: dict[Landmark, Tensor] = {}
     routes: dict[str, tuple[Tensor, Tensor]] = {}
@@ -141,7 +141,8 @@ def map_landmarks(model: PreTrainedModel, trace: EngineTrace) -> LandmarkMap:
         if attention is not None:
             for part, value in zip((Part.QUERY, Part.KEY, Part.VALUE, Part.ATTENTION), attention, strict=True):
                 values[Landmark(name, part)] = value
-        found = finder.module(name)
+        is_other = model_type in SCORES_FIRST and name.endswith(".router")
+        found = None if is_other else finder.module(name)
         if found is None:
             if any(True for _ in module.parameters(recurse=False)) and name != "lm_head":
                 unmapped.append(name)
@@ -160,6 +161,15 @@ def map_landmarks(model: PreTrainedModel, trace: EngineTrace) -> LandmarkMap:
         head_dim = model.config.get_text_config().head_dim
         values = {at: _in_pairs(value, head_dim) if _is_rotated(at) else value for at, value in values.items()}
     return LandmarkMap(values=values, routes=routes, unmapped=tuple(unmapped))
+
+
+def refuse_unknown(model_type: str) -> None:
+    """Raise `ConfigError` for a model type whose map was not tested."""
+    if model_type not in KNOWN:
+        raise ConfigError(
+            f"--locate has no map from the operators of model type {model_type} to those of vLLM, and would name wrong "
+            f"ones; it has one for {', '.join(sorted(KNOWN))}. Leave out --locate to compare log-probabilities"
+        )
 
 
 class _Finder:

@@ -41,6 +41,7 @@ ROOMS = (
     "lab/watch",
     "lab/pages",
     "lab/dumps",
+    "lab/locate",
     "lab/diagnosis",
     "lab/reward_model",
     "integrations/__init__.py",

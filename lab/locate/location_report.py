@@ -1,0 +1,165 @@
+"""Report of a location: JSON with a fixed shape (docs/diagnosis.md), sentences, and a table for the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lockstep.lab.locate.comparison import MAX_RATIO, Errors
+from lockstep.lab.locate.location import MIN_KL, Location, Verdict
+
+FORMAT = 1
+"""Version of the JSON; an incompatible change increments it."""
+SHOWN = 8
+STYLE = {Verdict.OK: "green", Verdict.NAMED: "bold red", Verdict.UNPROVEN: "yellow"}
+
+
+def place(one: Errors) -> str:
+    """Return operator and layer in words."""
+    layer = one.landmark.layer
+    return one.landmark.operator if layer is None else f"{one.landmark.operator} in layer {layer}"
+
+
+def explanation(location: Location) -> str:
+    """Return the verdict in one or two sentences."""
+    kl = f"KL {location.kl:.1e}"
+    leaving = [one for one in location.errors if one.is_named]
+    match location.verdict:
+        case Verdict.NAMED:
+            first = location.named[0]
+            group = next((one for one in location.groups if one.operator == first.landmark.operator), None)
+            more = len(location.named) - 1
+            return (
+                f"engine and trainer part at {place(first)}: the {first.side} is {number(first.ratio)} times its "
+                f"rounding away from float64"
+                + (f"; this operator makes {group.share:.0%} of {kl}" if group else f"; {kl}")
+                + (f". {more} later landmark{'s leave' if more > 1 else ' leaves'} its floor, too" if more else "")
+            )
+        case Verdict.UNPROVEN:
+            return (
+                f"no name: with the errors of all landmarks injected {kl} falls to {location.kl_injected:.1e} only, so "
+                "they do not explain it; an operator without a landmark parts, or the experts flip between the two"
+            )
+    if leaving:
+        return (
+            f"{kl} is at most {MIN_KL:g}, that of rounding; {len(leaving)} operators leave their floors without effect, "
+            f"first {place(leaving[0])}"
+        )
+    return f"every operator is within {MAX_RATIO:g} times its rounding; {kl} is that of rounding"
+
+
+def to_json(location: Location, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report. settings: what was compared, as the caller names it."""
+    trace = location.trace
+    return {
+        "format": FORMAT,
+        "verdict": str(location.verdict),
+        "explanation": explanation(location),
+        "thresholds": {"ratio": MAX_RATIO, "kl": MIN_KL},
+        "settings": dict(settings),
+        "row": {"prompt": trace.num_prompt, "sampled": len(trace.ids) - trace.num_prompt, "ids": list(trace.ids)},
+        "kl": location.kl,
+        "kl_injected": location.kl_injected,
+        "named": [_entry(one) for one in location.named],
+        "groups": [asdict(group) for group in location.groups],
+        "landmarks": [_entry(one) for one in location.errors],
+        "without_landmark": list(location.unmapped),
+    }
+
+
+def _entry(one: Errors) -> dict[str, Any]:
+    finite = {
+        name: value if value < float("inf") else None
+        for name, value in (
+            ("ratio", one.ratio),
+            ("engine_error", one.engine),
+            ("trainer_error", one.trainer),
+            ("engine_floor", one.engine_floor),
+            ("trainer_floor", one.trainer_floor),
+        )
+    }
+    return {
+        "operator": one.landmark.operator,
+        "layer": one.landmark.layer,
+        "module": one.landmark.module,
+        "part": one.landmark.part.name.lower(),
+        "side": one.side,
+        **finite,
+    }
+
+
+def print_location(location: Location, console: Console) -> None:
+    trace = location.trace
+    console.print(
+        f"row          {trace.num_prompt} tokens of a prompt and {len(trace.ids) - trace.num_prompt} sampled; "
+        f"{len(location.errors)} landmarks"
+    )
+    if location.unmapped:
+        console.print(
+            f"[dim]without a landmark: {len(location.unmapped)} modules, whose errors show at the next one: "
+            f"{escape(', '.join(location.unmapped[:4]))}{', ...' if len(location.unmapped) > 4 else ''}[/dim]"
+        )
+    chosen = location.named or sorted(location.errors, key=lambda one: -one.ratio)
+    console.print(_landmarks(chosen[:SHOWN]))
+    if len(chosen) > SHOWN:
+        what = "named" if location.named else "below these"
+        console.print(f"[dim]and {len(chosen) - SHOWN} more {what}, in --json and --html[/dim]")
+    if location.groups:
+        console.print()
+        console.print(_groups(location))
+    console.print()
+    console.print(
+        f"divergence   KL {location.kl:.1e} over the sampled positions; {location.kl_injected:.1e} with all errors injected"
+    )
+    style = STYLE[location.verdict]
+    console.print(f"verdict      [{style}]{location.verdict}[/{style}]  {escape(explanation(location))}")
+
+
+def _landmarks(errors: Iterable[Errors]) -> Table:
+    table = _table("layer", "operator", right=("engine", "/ floor", "trainer", "/ floor"))
+    table.add_column("further from float64")
+    for one in errors:
+        table.add_row(
+            "" if one.landmark.layer is None else str(one.landmark.layer),
+            escape(one.landmark.operator),
+            f"{one.engine:.1e}",
+            number(one.engine_ratio),
+            f"{one.trainer:.1e}",
+            number(one.trainer_ratio),
+            f"[bold red]{one.side}[/bold red]" if one.is_named else "",
+        )
+    return table
+
+
+def _groups(location: Location) -> Table:
+    table = _table("operator, all layers", right=("share of KL", "removed by it alone", "left without it"))
+    for group in location.groups[:SHOWN]:
+        name = escape(group.operator)
+        table.add_row(
+            f"[bold]{name}[/bold]" if group.is_named else name,
+            f"{group.share:.1%}",
+            f"{group.removed:.1%}",
+            f"{group.left:.1%}",
+        )
+    if rest := location.groups[SHOWN:]:
+        table.add_row(f"{len(rest)} others", f"{sum(group.share for group in rest):.1%}", "", "")
+    return table
+
+
+def _table(*left: str, right: Iterable[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def number(value: float) -> str:
+    """Format a ratio: two digits after the point where they matter."""
+    return f"{value:.2f}" if value < 100 else f"{value:.2g}"
