@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.lab.locate.landmarks import Landmark
 
 MAX_RATIO = 2.5
-"""Error of an operator, in floors, above which it is named."""
+"""Error of an operator, in floors, above which it leaves them."""
 MIN_FLOOR_EPS = 0.3
 """Least floor in units of the dtype's epsilon: rounding the result alone gives that much."""
 
@@ -55,7 +55,7 @@ class Errors:
         return max(self.engine_ratio, self.trainer_ratio)
 
     @property
-    def is_named(self) -> bool:
+    def leaves_floor(self) -> bool:
         return self.ratio > MAX_RATIO
 
     @property

@@ -100,11 +100,9 @@ class Landmark:
                 return f"{inner}.rotary"
             case Part.ATTENTION:
                 return f"{inner}.attention"
-            case Part.ROUTES:
-                return f"{inner}.routes"
             case Part.LOGITS:
                 return "head"
-            case Part.OUTPUT:
+            case Part.OUTPUT | Part.ROUTES:
                 return inner.removeprefix("model.")
             case Part.LOGPROB:
                 return "log_softmax"

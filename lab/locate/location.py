@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,15 +20,18 @@ from lockstep.trainer.model.head.logit_tiles import LogitTransform
 from lockstep.trainer.model.policy import logit_settings
 
 MIN_KL = 1e-9
-"""Divergence [nats] below which nothing is named: operators at it differ by rounding that no token shows."""
+"""Divergence [nats] that an operator's error must make to be named: below it, no token shows it."""
 PROOF_KL = 1e-10
 PROOF_SHARE = 1e-3
 """With all errors injected, the trainer must be the engine: what may be left, in nats or as a share of the divergence."""
+MAX_CANDIDATES = 64
+"""Operators outside of their floors whose effect is measured, each by a forward pass, in the order of the computation.
+"""
 
 
 class Verdict(StrEnum):
     OK = "ok"
-    """No operator leaves its floor, or the divergence is that of rounding."""
+    """No operator both leaves its floor and moves the probabilities."""
     NAMED = "named"
     UNPROVEN = "unproven"
     """The errors at the landmarks do not explain the divergence, so a name could be wrong."""
@@ -60,16 +63,14 @@ class Location:
     """What is left of it with the errors of all operators injected."""
     errors: tuple[Errors, ...]
     """Of all landmarks, in the order of the computation."""
+    named: tuple[Errors, ...]
+    """Landmarks that leave their floors with an effect, in the order of the computation: at the first the sides part.
+    """
     groups: tuple[Group, ...]
     """By share, the largest first; empty if the divergence is that of rounding."""
     unmapped: tuple[str, ...]
     """Modules of the trainer without a landmark: an error there shows at the next landmark."""
     trace: EngineTrace
-
-    @property
-    def named(self) -> list[Errors]:
-        """Operators that leave their floors, in the order of the computation: the first is where the sides part."""
-        return [one for one in self.errors if one.is_named] if self.verdict is Verdict.NAMED else []
 
 
 def locate(trainer: PreTrainedModel, reference: PreTrainedModel, trace: EngineTrace) -> Location:
@@ -95,23 +96,62 @@ def locate(trainer: PreTrainedModel, reference: PreTrainedModel, trace: EngineTr
         engine_dtype=trace.dtype,
         trainer_dtype=trainer_dtype,
     )
-    target, start = log_probabilities(trace.logits), log_probabilities(free.logits)
-    kl = divergence(target, start)
-    if kl <= MIN_KL:
-        groups, left = [], kl
-    else:
-        groups, left = _groups(probe, _injected(engine, trace, forced), errors, target=target, start=start)
-    is_proven = left <= max(PROOF_KL, PROOF_SHARE * kl)
-    has_names = kl > MIN_KL and any(one.is_named for one in errors)
+    injection = _Injection(probe, engine, trace, free=free, forced=forced)
+    named = _with_effect(errors, injection)
+    has_effect = injection.kl > MIN_KL
+    left = injection.left(injection.errors)
+    is_proven = not has_effect or left <= max(PROOF_KL, PROOF_SHARE * injection.kl)
     return Location(
-        verdict=Verdict.OK if not has_names else Verdict.NAMED if is_proven else Verdict.UNPROVEN,
-        kl=kl,
+        verdict=Verdict.UNPROVEN if not is_proven else Verdict.NAMED if named else Verdict.OK,
+        kl=injection.kl,
         kl_injected=left,
         errors=tuple(errors),
-        groups=tuple(groups),
+        named=tuple(named) if is_proven else (),
+        groups=tuple(_groups(injection, {one.landmark.operator for one in named})) if has_effect else (),
         unmapped=(*engine.unmapped, *sorted(f"{one.part} {one.module}" for one in probe.mismatched)),
         trace=trace,
     )
+
+
+class _Injection:
+    """The trainer's own pass with errors e = engine − trainer added, which are local: on the engine's inputs."""
+
+    def __init__(self, probe: Probe, engine: LandmarkMap, trace: EngineTrace, *, free: Pass, forced: Pass) -> None:
+        self._probe = probe
+        values = _engine_values(engine, trace, forced)
+        errors = {one: values[one].double() - own.double() for one, own in forced.values.items() if one in values}
+        self.errors = {landmark: error for landmark, error in errors.items() if error.any()}
+        self.target, self.start = log_probabilities(trace.logits), log_probabilities(free.logits)
+        self.kl = divergence(self.target, self.start)
+
+    def run(self, landmarks: Iterable[Landmark]) -> Tensor:
+        """Return (n, V) log-probabilities with the errors of these landmarks."""
+        return log_probabilities(self._probe.run(added={one: self.errors[one] for one in landmarks}).logits)
+
+    def left(self, landmarks: Iterable[Landmark]) -> float:
+        """Return the divergence from the engine that is left with the errors of these landmarks."""
+        return divergence(self.target, self.run(landmarks))
+
+    def effect(self, landmarks: Iterable[Landmark]) -> float:
+        """Return the divergence that the errors of these landmarks alone make."""
+        return divergence(self.start, self.run(landmarks))
+
+
+def _with_effect(errors: Sequence[Errors], injection: _Injection) -> list[Errors]:
+    """Return the landmarks outside of their floors whose operator, in its layer, makes a divergence by itself.
+
+    The log-softmax comes after the distributions that are compared, so it needs no effect on them.
+    """
+    places: dict[tuple[str, int | None], list[Errors]] = {}
+    for one in errors:
+        if one.leaves_floor:
+            places.setdefault((one.landmark.operator, one.landmark.layer), []).append(one)
+    named: list[Errors] = []
+    for (operator, layer), found in list(places.items())[:MAX_CANDIDATES]:
+        own = [one for one in injection.errors if (one.operator, one.layer) == (operator, layer)]
+        if operator == LOGPROB.operator or injection.effect(own) > MIN_KL:
+            named += found
+    return sorted(named, key=errors.index)
 
 
 def _reference_passes(
@@ -161,41 +201,23 @@ def _with_logprobs(
     return result.values | {LOGPROB: logprobs[:, None]}
 
 
-def _injected(engine: LandmarkMap, trace: EngineTrace, forced: Pass) -> dict[Landmark, Tensor]:
-    """Return e = engine − trainer of every landmark; of routes, where the engine's are put in whole."""
-    values = _engine_values(engine, trace, forced)
-    return {
-        landmark: values[landmark].double() - own.double() for landmark, own in forced.values.items() if landmark in values
-    }
-
-
-def _groups(
-    probe: Probe, injected: Mapping[Landmark, Tensor], errors: Iterable[Errors], *, target: Tensor, start: Tensor
-) -> tuple[list[Group], float]:
-    """Return operators by their shares, and the divergence that is left when all are injected."""
-    named = {one.landmark.operator for one in errors if one.is_named}
+def _groups(injection: _Injection, named: set[str]) -> list[Group]:
+    """Return operators by their shares of the divergence."""
     members: dict[str, list[Landmark]] = {}
-    for landmark, error in injected.items():
-        if error.any():
-            members.setdefault(landmark.operator, []).append(landmark)
-
-    def run(landmarks: Iterable[Landmark]) -> Tensor:
-        return log_probabilities(probe.run(added={one: injected[one] for one in landmarks}).logits)
-
-    kl = divergence(target, start)
+    for landmark in injection.errors:
+        members.setdefault(landmark.operator, []).append(landmark)
     groups = []
     for operator, own in members.items():
-        alone = run(own)
-        others = run(one for name, rest in members.items() if name != operator for one in rest)
+        alone = injection.run(own)
+        others = [one for one in injection.errors if one.operator != operator]
         groups.append(
             Group(
                 operator=operator,
                 landmarks=len(own),
-                share=share(target, start, alone),
-                removed=1 - divergence(target, alone) / kl,
-                left=divergence(target, others) / kl,
+                share=share(injection.target, injection.start, alone),
+                removed=1 - divergence(injection.target, alone) / injection.kl,
+                left=injection.left(others) / injection.kl,
                 is_named=operator in named,
             )
         )
-    everything = run(one for own in members.values() for one in own)
-    return sorted(groups, key=lambda one: -abs(one.share)), divergence(target, everything)
+    return sorted(groups, key=lambda one: -abs(one.share))

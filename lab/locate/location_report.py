@@ -28,7 +28,7 @@ def place(one: Errors) -> str:
 def explanation(location: Location) -> str:
     """Return the verdict in one or two sentences."""
     kl = f"KL {location.kl:.1e}"
-    leaving = [one for one in location.errors if one.is_named]
+    leaving = [one for one in location.errors if one.leaves_floor]
     match location.verdict:
         case Verdict.NAMED:
             first = location.named[0]
@@ -47,8 +47,9 @@ def explanation(location: Location) -> str:
             )
     if leaving:
         return (
-            f"{kl} is at most {MIN_KL:g}, that of rounding; {len(leaving)} operators leave their floors without effect, "
-            f"first {place(leaving[0])}"
+            f"no operator moves the probabilities by more than {MIN_KL:g} nats; {len(leaving)} landmark"
+            f"{'s leave their floors' if len(leaving) > 1 else ' leaves its floor'} without that, first "
+            f"{place(leaving[0])}; {kl} is that of rounding"
         )
     return f"every operator is within {MAX_RATIO:g} times its rounding; {kl} is that of rounding"
 
@@ -131,7 +132,7 @@ def _landmarks(errors: Iterable[Errors]) -> Table:
             number(one.engine_ratio),
             f"{one.trainer:.1e}",
             number(one.trainer_ratio),
-            f"[bold red]{one.side}[/bold red]" if one.is_named else "",
+            f"[bold red]{one.side}[/bold red]" if one.leaves_floor else "",
         )
     return table
 

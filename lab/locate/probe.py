@@ -63,6 +63,9 @@ class Probe:
         self._names = {module: name for name, module in model.named_modules()}
         self._forces, self._added, self._seen = False, dict[Landmark, Tensor](), dict[Landmark, Tensor]()
         self._hidden = torch.empty(0)
+        self._flipped = dict[str, Tensor]()
+        """(T, 1) positions at which a router chooses other experts than the engine, on the engine's inputs: known from
+        a forced pass."""
         self.mismatched: set[Landmark] = set()
         """Landmarks at which engine and trainer have values of other shapes."""
 
@@ -147,8 +150,18 @@ class Probe:
             return rest
         landmark = Landmark(name, Part.ROUTES)
         self._seen[landmark] = own
-        if is_sparse and (self._forces or landmark in self._added):
+        ids = rest[1].reshape(chosen.shape)
+        if not is_sparse:
+            return rest
+        if self._forces:
+            self._flipped[name] = (ids.sort(-1).values != chosen.sort(-1).values).any(-1, keepdim=True)
             return weights.to(rest[0]).reshape(rest[0].shape), chosen.to(rest[1]).reshape(rest[1].shape)
+        if landmark in self._added:  # other weights are an error to add, other experts a choice to replace
+            is_flipped = self._flipped[name]
+            shifted = rest[0].reshape(ids.shape) + self._added[landmark].gather(1, ids.long()).to(rest[0])
+            new_ids = torch.where(is_flipped, chosen.to(ids), ids)
+            new = torch.where(is_flipped, weights.to(rest[0]), shifted)
+            return new.reshape(rest[0].shape), new_ids.reshape(rest[1].shape)
         return rest
 
     def _before(self, name: str) -> Callable[..., Any]:

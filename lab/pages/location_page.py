@@ -85,7 +85,7 @@ def _band(name: str, errors: Sequence[Errors], positions: int) -> Band:
     for one in errors:
         last = ratio_T[positions - len(one.ratio_T) :]
         torch.maximum(last, one.ratio_T.float(), out=last)
-    return Band(name=name, ratio_T=ratio_T, is_marked=any(one.is_named for one in errors))
+    return Band(name=name, ratio_T=ratio_T, is_marked=any(one.leaves_floor for one in errors))
 
 
 def heat_map(bands: Sequence[Band], positions: int, num_prompt: int) -> Markup:
