@@ -110,6 +110,13 @@ class Landmark:
                 return f"{self.part} {inner.removeprefix('model.')}"
 
 
+    @property
+    def label(self) -> str:
+        """The operator, and which of its values this is if it has several."""
+        detail = {Part.QUERY: " (queries)", Part.KEY: " (keys)", Part.ROUTES: " (choice of experts)"}
+        return self.operator + detail.get(self.part, "")
+
+
 LOGITS = Landmark("lm_head", Part.LOGITS)
 LOGPROB = Landmark("lm_head", Part.LOGPROB)
 

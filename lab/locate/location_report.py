@@ -32,13 +32,19 @@ def explanation(location: Location) -> str:
     match location.verdict:
         case Verdict.NAMED:
             first = location.named[0]
-            group = next((one for one in location.groups if one.operator == first.landmark.operator), None)
-            more = len(location.named) - 1
+            shares = {one.operator: one.share for one in location.groups}
+            own, largest = shares.get(first.landmark.operator), max(shares, key=lambda one: shares[one], default=None)
+            others = len({place(one) for one in location.named} - {place(first)})
             return (
                 f"engine and trainer part at {place(first)}: the {first.side} is {number(first.ratio)} times its "
                 f"rounding away from float64"
-                + (f"; this operator makes {group.share:.0%} of {kl}" if group else f"; {kl}")
-                + (f". {more} later landmark{'s leave' if more > 1 else ' leaves'} its floor, too" if more else "")
+                + (f", and this operator makes {own:.0%} of {kl}" if own is not None else f", at {kl}")
+                + (
+                    f", {largest} {shares[largest]:.0%}"
+                    if largest is not None and largest != first.landmark.operator
+                    else ""
+                )
+                + (f"; {others} later one{'s part' if others > 1 else ' parts'}, too" if others else "")
             )
         case Verdict.UNPROVEN:
             return (
@@ -127,7 +133,7 @@ def _landmarks(errors: Iterable[Errors]) -> Table:
     for one in errors:
         table.add_row(
             "" if one.landmark.layer is None else str(one.landmark.layer),
-            escape(one.landmark.operator),
+            escape(one.landmark.label),
             f"{one.engine:.1e}",
             number(one.engine_ratio),
             f"{one.trainer:.1e}",

@@ -59,7 +59,7 @@ def location_page(location: Location, settings: Mapping[str, Any]) -> str:
         max_ratio=MAX_RATIO,
         layers=heat_map(layer_bands(location), positions, location.trace.num_prompt),
         operators=heat_map(
-            [_band(one.landmark.operator, [one], positions) for one in own], positions, location.trace.num_prompt
+            [_band(one.landmark.label, [one], positions) for one in own], positions, location.trace.num_prompt
         ),
         shown="outside of the layers" if layer is None else f"in layer {layer}",
         computed=computed,
