@@ -1,1 +1,1 @@
-"""Location of a mismatch (`lockstep diagnose --locate`): the operator and the layer at which engine and trainer part."""
+"""Location of a mismatch (`lockstep diagnose --locate`): the operator and layer at which engine and trainer part."""

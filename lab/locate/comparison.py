@@ -7,6 +7,7 @@ is at 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -83,8 +84,8 @@ def compare(
     scale = truth.square().mean().sqrt().item() or 1.0
 
     def error(values: Tensor) -> float:
-        found = (values.double() - truth).square().mean().sqrt().item() / scale
-        return found if found == found else float("inf")
+        relative = (values.double() - truth).square().mean().sqrt().item() / scale
+        return relative if math.isfinite(relative) else math.inf
 
     def by_position(values: Tensor) -> Tensor:
         return (values.double() - truth).square().mean(-1).sqrt() / scale

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HEAD = "logits_processor"
 """vLLM's module that computes logits, once per step of the engine, for the positions that are sampled from."""
 ROUTES = "routes"
-"""Key, under the name of the experts, of (T, k) weights and ids of the chosen experts: routing is no module."""
+"""Key, under the name of the experts, of (T, k) weights and ids of the chosen experts, which no module returns."""
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process, too
@@ -114,6 +114,8 @@ def trace_engine(
 
 
 def _trace(llm: LLM, prompt_ids: list[int], params: Any, *, temperature: float) -> EngineTrace:
+    from vllm.logprobs import FlatLogprobs
+
     calls: dict[str, list[Step]] = {}
     handles, sizes = llm.apply_model(lambda model: _hook(model, calls))[0]
     answer = llm.generate([{"prompt_token_ids": prompt_ids}], [params], use_tqdm=False)[0].outputs[0]
@@ -122,6 +124,7 @@ def _trace(llm: LLM, prompt_ids: list[int], params: Any, *, temperature: float) 
     steps = calls.pop(HEAD, [])
     if len(steps) != len(answer.token_ids):
         raise EngineError(f"found {len(steps)} calls of the engine's head for {len(answer.token_ids)} sampled tokens")
+    assert isinstance(answer.logprobs, FlatLogprobs)
     ids = (*prompt_ids, *answer.token_ids)
     inputs, outputs, routes = {}, {}, {}
     for name, each in calls.items():
@@ -138,7 +141,7 @@ def _trace(llm: LLM, prompt_ids: list[int], params: Any, *, temperature: float) 
         dtype=llm.llm_engine.model_config.dtype,
         temperature=temperature,
         sampled_logprobs=torch.tensor(list(answer.logprobs.logprobs)),
-        logits=torch.cat([given[0] for _, given in steps]).cpu(),
+        logits=torch.cat([outputs[0] for _, outputs in steps]).cpu(),
         inputs=inputs,
         outputs=outputs,
         routes=routes,
@@ -147,17 +150,17 @@ def _trace(llm: LLM, prompt_ids: list[int], params: Any, *, temperature: float) 
 
 
 def _hook(model: nn.Module, calls: dict[str, list[Step]]) -> tuple[list[Any], dict[str, tuple[int, ...]]]:
-    """Record every call of every module in `calls`. Return the handles of the hooks, and sizes of packed projections."""
+    """Record the calls of all modules in `calls`. Return handles of the hooks, and sizes of packed projections."""
     handles: list[Any] = []
     sizes: dict[str, tuple[int, ...]] = {}
-    taken: dict[str, list[list[Tensor]]] = {}
+    arguments: dict[str, list[list[Tensor]]] = {}
     for name, module in model.named_modules():
 
         def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            taken.setdefault(name, []).append([*_tensors(args), *_tensors(kwargs)])
+            arguments.setdefault(name, []).append([*_tensors(args), *_tensors(kwargs)])
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-            calls.setdefault(name, []).append((taken[name].pop(), list(_tensors(output))))
+            calls.setdefault(name, []).append((arguments[name].pop(), list(_tensors(output))))
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
@@ -179,10 +182,10 @@ class _Routed:
         select = router.select_experts
 
         def selecting(*args: Any, **kwargs: Any) -> Any:
-            chosen = select(*args, **kwargs)
-            weights, ids = _tensors(chosen)
+            selection = select(*args, **kwargs)
+            weights, ids = _tensors(selection)
             calls.append(([], [weights * factor, ids]))
-            return chosen
+            return selection
 
         router.select_experts = selecting
 

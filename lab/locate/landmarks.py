@@ -109,7 +109,6 @@ class Landmark:
             case _:
                 return f"{self.part} {inner.removeprefix('model.')}"
 
-
     @property
     def label(self) -> str:
         """The operator, and which of its values this is if it has several."""
@@ -147,12 +146,12 @@ def map_landmarks(model: PreTrainedModel, trace: EngineTrace) -> LandmarkMap:
             for part, value in zip((Part.QUERY, Part.KEY, Part.VALUE, Part.ATTENTION), attention, strict=True):
                 values[Landmark(name, part)] = value
         is_other = model_type in SCORES_FIRST and name.endswith(".router")
-        found = None if is_other else finder.module(name)
-        if found is None:
+        value = None if is_other else finder.module(name)
+        if value is None:
             if any(True for _ in module.parameters(recurse=False)) and name != "lm_head":
                 unmapped.append(name)
             continue
-        inputs, output = found
+        inputs, output = value
         values[Landmark(name, Part.OUTPUT)] = output
         is_norm = "norm" in name.rpartition(".")[2]
         if is_norm and (stream := finder.stream(name)) is not None:
@@ -160,8 +159,8 @@ def map_landmarks(model: PreTrainedModel, trace: EngineTrace) -> LandmarkMap:
         # A norm's input is a landmark already, unless a gate comes with it.
         if inputs and (not is_norm or finder.is_gated(name)):
             values[Landmark(name, Part.INPUT)] = inputs[0]
-        if (chosen := finder.routes(name)) is not None:
-            routes[name] = chosen
+        if (experts := finder.routes(name)) is not None:
+            routes[name] = experts
     if model_type in INTERLEAVED:
         head_dim = model.config.get_text_config().head_dim
         values = {at: _in_pairs(value, head_dim) if _is_rotated(at) else value for at, value in values.items()}
@@ -189,7 +188,7 @@ class _Finder:
     def _place(self, name: str) -> tuple[str, slice] | None:
         """Return the engine's module and the columns of its output."""
         last = name.rpartition(".")[2]
-        if last in OTHER_FUNCTIONS or BLOCKS.fullmatch(name) and not self._is_operator(name):
+        if last in OTHER_FUNCTIONS or (BLOCKS.fullmatch(name) and not self._is_operator(name)):
             return None
         for other in self._names(name):
             parent = other[: len(other) - len(other.rpartition(".")[2])]

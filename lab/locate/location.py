@@ -23,7 +23,7 @@ MIN_KL = 1e-9
 """Divergence [nats] that an operator's error must make to be named: below it, no token shows it."""
 PROOF_KL = 1e-10
 PROOF_SHARE = 1e-3
-"""With all errors injected, the trainer must be the engine: what may be left, in nats or as a share of the divergence."""
+"""Divergence that may be left with all errors injected, which make the trainer the engine: in nats, or as a share."""
 MAX_CANDIDATES = 64
 """Operators outside of their floors whose effect is measured, each by a forward pass, in the order of the computation.
 """
@@ -54,15 +54,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """What was found on one row."""
+    """Result of one row."""
 
     verdict: Verdict
     kl: float
     """Mean KL(engine ‖ trainer) over the sampled positions, in nats, at temperature 1."""
     kl_injected: float
-    """What is left of it with the errors of all operators injected."""
+    """Divergence that is left with the errors of all operators injected."""
     errors: tuple[Errors, ...]
-    """Of all landmarks, in the order of the computation."""
+    """All landmarks, in the order of the computation."""
     named: tuple[Errors, ...]
     """Landmarks that leave their floors with an effect, in the order of the computation: at the first the sides part.
     """
@@ -97,17 +97,17 @@ def locate(trainer: PreTrainedModel, reference: PreTrainedModel, trace: EngineTr
         trainer_dtype=trainer_dtype,
     )
     injection = _Injection(probe, engine, trace, free=free, forced=forced)
-    named = _with_effect(errors, injection)
+    parting = _with_effect(errors, injection)
     has_effect = injection.kl > MIN_KL
     left = injection.left(injection.errors)
     is_proven = not has_effect or left <= max(PROOF_KL, PROOF_SHARE * injection.kl)
     return Location(
-        verdict=Verdict.UNPROVEN if not is_proven else Verdict.NAMED if named else Verdict.OK,
+        verdict=Verdict.UNPROVEN if not is_proven else Verdict.NAMED if parting else Verdict.OK,
         kl=injection.kl,
         kl_injected=left,
         errors=tuple(errors),
-        named=tuple(named) if is_proven else (),
-        groups=tuple(_groups(injection, {one.landmark.operator for one in named})) if has_effect else (),
+        named=tuple(parting) if is_proven else (),
+        groups=tuple(_groups(injection, {one.landmark.operator for one in parting})) if has_effect else (),
         unmapped=(*engine.unmapped, *sorted(f"{one.part} {one.module}" for one in probe.mismatched)),
         trace=trace,
     )
@@ -146,12 +146,12 @@ def _with_effect(errors: Sequence[Errors], injection: _Injection) -> list[Errors
     for one in errors:
         if one.leaves_floor:
             places.setdefault((one.landmark.operator, one.landmark.layer), []).append(one)
-    named: list[Errors] = []
-    for (operator, layer), found in list(places.items())[:MAX_CANDIDATES]:
+    parting: list[Errors] = []
+    for (operator, layer), members in list(places.items())[:MAX_CANDIDATES]:
         own = [one for one in injection.errors if (one.operator, one.layer) == (operator, layer)]
         if operator == LOGPROB.operator or injection.effect(own) > MIN_KL:
-            named += found
-    return sorted(named, key=errors.index)
+            parting += members
+    return sorted(parting, key=errors.index)
 
 
 def _reference_passes(
@@ -172,10 +172,10 @@ def _reference_passes(
 
 def _engine_values(engine: LandmarkMap, trace: EngineTrace, forced: Pass) -> dict[Landmark, Tensor]:
     values = dict(engine.values) | {LOGITS: trace.logits, LOGPROB: trace.sampled_logprobs[:, None]}
-    for name, (weights, chosen) in engine.routes.items():
+    for name, (weights, experts) in engine.routes.items():
         landmark = Landmark(name, Part.ROUTES)
         if landmark in forced.values:
-            values[landmark] = dense_routes(weights, chosen, forced.values[landmark].shape[1])
+            values[landmark] = dense_routes(weights, experts, forced.values[landmark].shape[1])
     return values
 
 

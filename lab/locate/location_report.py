@@ -111,17 +111,18 @@ def print_location(location: Location, console: Console) -> None:
             f"[dim]without a landmark: {len(location.unmapped)} modules, whose errors show at the next one: "
             f"{escape(', '.join(location.unmapped[:4]))}{', ...' if len(location.unmapped) > 4 else ''}[/dim]"
         )
-    chosen = location.named or sorted(location.errors, key=lambda one: -one.ratio)
-    console.print(_landmarks(chosen[:SHOWN]))
-    if len(chosen) > SHOWN:
+    errors = location.named or sorted(location.errors, key=lambda one: -one.ratio)
+    console.print(_landmarks(errors[:SHOWN]))
+    if len(errors) > SHOWN:
         what = "named" if location.named else "below these"
-        console.print(f"[dim]and {len(chosen) - SHOWN} more {what}, in --json and --html[/dim]")
+        console.print(f"[dim]and {len(errors) - SHOWN} more {what}, in --json and --html[/dim]")
     if location.groups:
         console.print()
         console.print(_groups(location))
     console.print()
     console.print(
-        f"divergence   KL {location.kl:.1e} over the sampled positions; {location.kl_injected:.1e} with all errors injected"
+        f"divergence   KL {location.kl:.1e} over the sampled positions; {location.kl_injected:.1e} with all errors "
+        "injected"
     )
     style = STYLE[location.verdict]
     console.print(f"verdict      [{style}]{location.verdict}[/{style}]  {escape(explanation(location))}")

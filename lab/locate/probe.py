@@ -79,10 +79,10 @@ class Probe:
         with torch.no_grad(), self._hooked(), Wide() if is_wide else nullcontext():
             logits = self._model(**plain, **arguments, use_cache=False).logits[0]
         own = self._seen[LOGITS] = logits[-len(self._logits) :, : self._logits.shape[1]].clone()
-        added = self._added.get(LOGITS)
+        error = self._added.get(LOGITS)
         return Pass(
             values=self._seen,
-            logits=own if added is None else own.double() + added,
+            logits=own if error is None else own.double() + error,
             hidden=self._hidden[-len(self._logits) :],
         )
 
@@ -99,6 +99,7 @@ class Probe:
                 if Landmark(name, Part.STREAM) in values:
                     handles.append(module.register_forward_pre_hook(self._before_norm(name), with_kwargs=True))
             head = self._model.get_output_embeddings()
+            assert head is not None
             handles.append(head.register_forward_pre_hook(self._before_head))
             AttentionInterface.register(PACKED_ROWS, self._attention)
             yield
@@ -142,24 +143,24 @@ class Probe:
         engine = self._engine.routes.get(name)
         if engine is None or len(rest) != 2 or rest[1].dtype not in (torch.int64, torch.int32):
             return rest
-        weights, chosen = (one.to(logits.device) for one in engine)
+        weights, engine_ids = (one.to(logits.device) for one in engine)
         experts = logits.shape[-1]
         is_sparse = rest[0].shape[-1] == rest[1].shape[-1]
         own = dense_routes(rest[0], rest[1], experts) if is_sparse else rest[0].reshape(self._num, -1).double()
-        if own.shape[1] != experts or rest[1].numel() != chosen.numel():
+        if own.shape[1] != experts or rest[1].numel() != engine_ids.numel():
             return rest
         landmark = Landmark(name, Part.ROUTES)
         self._seen[landmark] = own
-        ids = rest[1].reshape(chosen.shape)
+        ids = rest[1].reshape(engine_ids.shape)
         if not is_sparse:
             return rest
         if self._forces:
-            self._flipped[name] = (ids.sort(-1).values != chosen.sort(-1).values).any(-1, keepdim=True)
-            return weights.to(rest[0]).reshape(rest[0].shape), chosen.to(rest[1]).reshape(rest[1].shape)
+            self._flipped[name] = (ids.sort(-1).values != engine_ids.sort(-1).values).any(-1, keepdim=True)
+            return weights.to(rest[0]).reshape(rest[0].shape), engine_ids.to(rest[1]).reshape(rest[1].shape)
         if landmark in self._added:  # other weights are an error to add, other experts a choice to replace
             is_flipped = self._flipped[name]
             shifted = rest[0].reshape(ids.shape) + self._added[landmark].gather(1, ids.long()).to(rest[0])
-            new_ids = torch.where(is_flipped, chosen.to(ids), ids)
+            new_ids = torch.where(is_flipped, engine_ids.to(ids), ids)
             new = torch.where(is_flipped, weights.to(rest[0]), shifted)
             return new.reshape(rest[0].shape), new_ids.reshape(rest[1].shape)
         return rest
@@ -232,8 +233,8 @@ def _plain_attention(
     return eager(module, query, key, value, mask[None, None], **kwargs)[0]
 
 
-def dense_routes(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+def dense_routes(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
     """Return (T, experts) float64 weights from (T, k) weights and ids: 0 for experts that were not chosen."""
-    chosen = chosen.reshape(-1, chosen.shape[-1]).long()
-    weights = weights.reshape(chosen.shape).double()
-    return weights.new_zeros(len(chosen), experts).scatter_add_(1, chosen, weights)
+    ids = ids.reshape(-1, ids.shape[-1]).long()
+    weights = weights.reshape(ids.shape).double()
+    return weights.new_zeros(len(ids), experts).scatter_add_(1, ids, weights)

@@ -1,4 +1,4 @@
-"""Page of a location: heat maps of layers and operators over positions, shares, and every landmark, in one HTML file."""
+"""Page of a location: heat maps of layers and operators over positions, shares, and every landmark."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def write_location_page(path: Path, location: Location, settings: Mapping[str, A
 def location_page(location: Location, settings: Mapping[str, Any]) -> str:
     """Render the page as HTML. settings: what was compared, by name."""
     computed = [one for one in location.errors if one.engine or one.trainer]
-    shown = location.named[0] if location.named else max(computed, key=lambda one: one.ratio)
-    layer = shown.landmark.layer
+    first = location.named[0] if location.named else max(computed, key=lambda one: one.ratio)
+    layer = first.landmark.layer
     own = [one for one in computed if one.landmark.layer == layer]
     positions = location.trace.num_positions
     return render(

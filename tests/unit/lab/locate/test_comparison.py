@@ -31,7 +31,10 @@ def test_errors_are_relative_to_the_truth() -> None:
     assert (found.engine_ratio, found.trainer_ratio) == (pytest.approx(1), pytest.approx(2))
 
 
-@pytest.mark.parametrize(("engine", "trainer", "leaves", "side"), [(1, 1, False, "trainer"), (3, 1, True, "engine"), (1, 3, True, "trainer"), (2.4, 2.4, False, "trainer")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "trainer", "leaves", "side"),
+    [(1, 1, False, "trainer"), (3, 1, True, "engine"), (1, 3, True, "trainer"), (2.4, 2.4, False, "trainer")],
+)
 def test_the_side_that_is_further_from_the_truth_leaves_its_floor(
     engine: float, trainer: float, leaves: bool, side: str
 ) -> None:

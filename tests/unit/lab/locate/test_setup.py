@@ -1,4 +1,4 @@
-"""What cannot be located is refused with what to type, before anything starts."""
+"""Refusal of runs that cannot be located, with the setting to change, before anything starts."""
 
 from __future__ import annotations
 
