@@ -91,9 +91,8 @@ def run_location(config: Config, *, as_json: bool = False, html: Path | None = N
     quiet_third_parties()
     console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
     refuse_unfit(config)
-    chat = make_chat(config.model, history=config.environment.history)
     console.print(f"starting the engine with {config.model.path} in this process ...", markup=False)
-    location = locate_run(config, chat)
+    location = locate_run(config)
     settings = {"model": config.model.path, "engine_dtype": config.model.dtype, "trainer_dtype": "float32"}
     if html is not None:
         _write(html, lambda: write_location_page(html, location, settings))

@@ -12,7 +12,7 @@ from lockstep.lab.diagnosis.cases import TEXTS
 from lockstep.lab.locate.engine_trace import EngineTrace, trace_engine
 from lockstep.lab.locate.landmarks import refuse_unknown
 from lockstep.lab.locate.location import Location, locate
-from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.chat.chat import load_tokenizer
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.build import load_policy
@@ -52,21 +52,22 @@ def refuse_unfit(config: Config) -> None:
     refuse_unknown(stored.get_text_config().model_type)
 
 
-def locate_run(config: Config, chat: Chat) -> Location:
+def locate_run(config: Config) -> Location:
     """Trace the engine of a run, then examine its trainer on the same row. Raises `LockstepError`."""
     refuse_unfit(config)
-    trace = trace_of(config, chat)
+    trace = trace_of(config)
     policy, reference = load(config), load(config, is_reference=True)
     return locate(policy, reference, trace)
 
 
-def trace_of(config: Config, chat: Chat) -> EngineTrace:
+def trace_of(config: Config) -> EngineTrace:
     """Sample one row of plain text: the settings of a run choose the engine, its seed and its temperature."""
-    text = "\n\n".join(TEXTS)
+    model = config.model
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code, template=None)
     half = config.rollout.max_model_len // 2
-    prompt_ids = list(chat.tokenizer.encode(text))[: min(PROMPT_TOKENS, half)]
+    prompt_ids = list(tokenizer.encode("\n\n".join(TEXTS)))[: min(PROMPT_TOKENS, half)]
     settings = engine_settings(
-        config.model, config.rollout, config.correction, seed=config.seed, context=config.engine_context
+        model, config.rollout, config.correction, seed=config.seed, context=config.engine_context
     )
     with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:
         return trace_engine(
