@@ -19,7 +19,7 @@ from lockstep.lab.diagnosis.examiner import Examiner
 from lockstep.lab.diagnosis.saved import load_rollouts
 from lockstep.lab.locate.location import Location
 from lockstep.lab.locate.location_report import print_location, to_json
-from lockstep.lab.locate.setup import locate_run, refuse_unfit
+from lockstep.lab.locate.setup import Subject, locate_run, refuse_unfit
 from lockstep.lab.pages.location_page import write_location_page
 from lockstep.lab.pages.token_view import write_token_view
 from lockstep.rollout.errors import ConfigError
@@ -86,14 +86,14 @@ def run(
     return diagnosis
 
 
-def run_location(config: Config, *, as_json: bool = False, html: Path | None = None) -> Location:
+def run_location(subject: Subject, *, as_json: bool = False, html: Path | None = None) -> Location:
     """Name the operator at which engine and trainer part, and report. Raises `LockstepError` if it cannot be done."""
     quiet_third_parties()
     console = Console(highlight=False, soft_wrap=True, width=WIDTH, quiet=as_json)
-    refuse_unfit(config)
-    console.print(f"starting the engine with {config.model.path} in this process ...", markup=False)
-    location = locate_run(config)
-    settings = {"model": config.model.path, "engine_dtype": config.model.dtype, "trainer_dtype": "float32"}
+    refuse_unfit(subject)
+    console.print(f"starting the engine with {subject.model.path} in this process ...", markup=False)
+    location = locate_run(subject)
+    settings = {"model": subject.model.path, "engine_dtype": subject.model.dtype, "trainer_dtype": "float32"}
     if html is not None:
         _write(html, lambda: write_location_page(html, location, settings))
         console.print(f"heat map     {html}", markup=False)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -80,7 +81,10 @@ def main() -> None:
         from lockstep.lab.diagnose import run, run_location
 
         if flags.locate:
-            location = run_location(config, as_json=flags.json, html=flags.html)
+            from lockstep.lab.locate.setup import Subject
+
+            subject = Subject(**{field.name: getattr(config, field.name) for field in fields(Subject)})
+            location = run_location(subject, as_json=flags.json, html=flags.html)
             exit_status.append(0 if location.verdict == "ok" else 1)
             return
         variant = Cause(flags.variant) if flags.variant else None

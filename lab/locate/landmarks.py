@@ -102,6 +102,8 @@ class Landmark:
                 return f"{inner}.attention"
             case Part.LOGITS:
                 return "head"
+            case Part.INPUT if inner.endswith(".o_proj"):  # latent attention has no landmark inside
+                return f"{inner.removesuffix('.o_proj')}.attention"
             case Part.OUTPUT | Part.ROUTES:
                 return inner.removeprefix("model.")
             case Part.LOGPROB:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -16,7 +17,9 @@ from lockstep.rollout.chat.chat import load_tokenizer
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.models.stored_model import read_config
 from lockstep.trainer.build import load_policy
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.model_settings import ModelConfig
+from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.engines.start import engine_settings
 from lockstep.trainer.model.decoder import decoder_setup
 from lockstep.trainer.model.policy import Policy
@@ -26,9 +29,23 @@ SAMPLED_TOKENS = 64
 """Both are bounded by half of `rollout.max_model_len`."""
 
 
-def refuse_unfit(config: Config) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Settings of a run that say what its engine and its trainer compute."""
+
+    model: ModelConfig
+    rollout: RolloutConfig
+    correction: CorrectionConfig
+    seed: int
+    engine_context: int
+    """See `Config.engine_context`."""
+    rotary_context: int | None
+    """See `Config.rotary_context`."""
+
+
+def refuse_unfit(subject: Subject) -> None:
     """Raise `ConfigError` for what cannot be located, with what to type instead, before anything heavy starts."""
-    model, rollout = config.model, config.rollout
+    model, rollout = subject.model, subject.rollout
     refused = {
         "rollout.engine=server: the engine must be in this process; set rollout.engine=embedded": (
             rollout.engine == "server"
@@ -52,36 +69,34 @@ def refuse_unfit(config: Config) -> None:
     refuse_unknown(stored.get_text_config().model_type)
 
 
-def locate_run(config: Config) -> Location:
+def locate_run(subject: Subject) -> Location:
     """Trace the engine of a run, then examine its trainer on the same row. Raises `LockstepError`."""
-    refuse_unfit(config)
-    trace = trace_of(config)
-    policy, reference = load(config), load(config, is_reference=True)
+    refuse_unfit(subject)
+    trace = trace_of(subject)
+    policy, reference = load(subject), load(subject, is_reference=True)
     return locate(policy, reference, trace)
 
 
-def trace_of(config: Config) -> EngineTrace:
+def trace_of(subject: Subject) -> EngineTrace:
     """Sample one row of plain text: the settings of a run choose the engine, its seed and its temperature."""
-    model = config.model
+    model, rollout = subject.model, subject.rollout
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code, template=None)
-    half = config.rollout.max_model_len // 2
+    half = rollout.max_model_len // 2
     prompt_ids = list(tokenizer.encode("\n\n".join(TEXTS)))[: min(PROMPT_TOKENS, half)]
-    settings = engine_settings(
-        model, config.rollout, config.correction, seed=config.seed, context=config.engine_context
-    )
+    settings = engine_settings(model, rollout, subject.correction, seed=subject.seed, context=subject.engine_context)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:
         return trace_engine(
             settings,
             prompt_ids,
             sampled=min(SAMPLED_TOKENS, half),
-            temperature=config.rollout.temperature,
+            temperature=rollout.temperature,
             log_path=Path(logs) / "engine.log",
         )
 
 
-def load(config: Config, *, is_reference: bool = False) -> PreTrainedModel:
+def load(subject: Subject, *, is_reference: bool = False) -> PreTrainedModel:
     """Load the model as a run trains it, in float32. is_reference: with the plain implementation of experts."""
-    policy: Policy = load_policy(config.model, decoder_setup(config.model, config.rotary_context))
+    policy: Policy = load_policy(subject.model, decoder_setup(subject.model, subject.rotary_context))
     return prepared_reference(policy) if is_reference else policy.causal_lm
 
 

@@ -36,7 +36,6 @@ PLANTED = {
     "qwen3_moe": ("swapped experts", "gate in bfloat16"),
     "qwen2": ("stale bias",),
 }  # fmt: skip
-IN_EVERY_FAMILY = ("rotary base", "weight not sent", "quantized layer", "untied head")
 PROMPT = tuple(3 + (7 * i) % 500 for i in range(24))
 
 Traces = Callable[[str, str], tuple[Path, EngineTrace]]
@@ -105,6 +104,8 @@ def test_nothing_is_named_in_any_family(traced: Traces, family: str) -> None:
 def test_a_bfloat16_engine_is_compared_with_a_float32_trainer(traced: Traces, family: str) -> None:
     assert located(traced, family, "bfloat16").named == ()
     for fault in PLANTED[family]:
+        if fault == "bfloat16 product":  # which is then what the engine computes
+            continue
         assert_named(located(traced, family, "bfloat16", fault), fault)
 
 

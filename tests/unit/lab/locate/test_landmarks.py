@@ -66,6 +66,7 @@ def test_every_family_of_the_fixture_has_a_map() -> None:
     (Landmark("model.layers.12.self_attn", Part.QUERY), "self_attn.rotary", 12),
     (Landmark("model.layers.12.self_attn", Part.KEY), "self_attn.rotary", 12),
     (Landmark("model.layers.2.self_attn", Part.ATTENTION), "self_attn.attention", 2),
+    (Landmark("model.layers.2.self_attn.o_proj", Part.INPUT), "self_attn.attention", 2),
     (Landmark("model.layers.2.mlp.gate", Part.ROUTES), "mlp.gate", 2),
     (Landmark("model.norm", Part.OUTPUT), "norm", None),
     (Landmark("lm_head", Part.LOGITS), "head", None),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.lab.locate.setup import refuse_unfit
+from lockstep.lab.locate.setup import Subject, refuse_unfit
 from lockstep.rollout.errors import ConfigError
 from lockstep.trainer.config.schema import Config
 
@@ -24,4 +24,9 @@ def test_what_cannot_be_located_is_refused_with_a_remedy(change: Callable[[Confi
     config.model.path = "a model that is never read"
     change(config)
     with pytest.raises(ConfigError, match=rf"--locate: .*{advice}"):
-        refuse_unfit(config)
+        refuse_unfit(
+            Subject(
+                model=config.model, rollout=config.rollout, correction=config.correction, seed=0, engine_context=512,
+                rotary_context=512,
+            )
+        )  # fmt: skip
