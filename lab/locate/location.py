@@ -24,6 +24,8 @@ MIN_KL = 1e-9
 PROOF_KL = 1e-10
 PROOF_SHARE = 1e-3
 """Divergence that may be left with all errors injected, which make the trainer the engine: in nats, or as a share."""
+SUM_TOLERANCE = 0.5
+"""Distance of the sum of all shares from 1 in a model without experts, beyond which the map is wrong."""
 MAX_CANDIDATES = 64
 """Operators outside of their floors whose effect is measured, each by a forward pass, in the order of the computation.
 """
@@ -34,7 +36,8 @@ class Verdict(StrEnum):
     """No operator both leaves its floor and moves the probabilities."""
     NAMED = "named"
     UNPROVEN = "unproven"
-    """The errors at the landmarks do not explain the divergence, so a name could be wrong."""
+    """The errors at the landmarks do not explain the divergence, or they cancel where there is none, as those of two
+    operators do that the map confuses: a name could be wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +103,25 @@ def locate(trainer: PreTrainedModel, reference: PreTrainedModel, trace: EngineTr
     parting = _with_effect(errors, injection)
     has_effect = injection.kl > MIN_KL
     left = injection.left(injection.errors)
-    is_proven = not has_effect or left <= max(PROOF_KL, PROOF_SHARE * injection.kl)
+    groups = _groups(injection, {one.landmark.operator for one in parting}) if has_effect else []
+    is_proven = left <= max(PROOF_KL, PROOF_SHARE * injection.kl) if has_effect else not _move(parting)
+    if groups and not engine.routes:  # experts that flip make the divergence anything but quadratic
+        is_proven = is_proven and abs(sum(group.share for group in groups) - 1) < SUM_TOLERANCE
     return Location(
         verdict=Verdict.UNPROVEN if not is_proven else Verdict.NAMED if parting else Verdict.OK,
         kl=injection.kl,
         kl_injected=left,
         errors=tuple(errors),
         named=tuple(parting) if is_proven else (),
-        groups=tuple(_groups(injection, {one.landmark.operator for one in parting})) if has_effect else (),
+        groups=tuple(groups),
         unmapped=(*engine.unmapped, *sorted(f"{one.part} {one.module}" for one in probe.mismatched)),
         trace=trace,
     )
+
+
+def _move(errors: Iterable[Errors]) -> bool:
+    """Return True if errors move the distributions. All of them come before the log-softmax."""
+    return any(one.landmark != LOGPROB for one in errors)
 
 
 class _Injection:

@@ -48,12 +48,13 @@ def explanation(location: Location) -> str:
             )
         case Verdict.UNPROVEN:
             return (
-                f"no name: with the errors of all landmarks injected {kl} falls to {location.kl_injected:.1e} only, so "
-                "they do not explain it; an operator without a landmark parts, or the experts flip between the two"
+                f"no name: the errors at the landmarks do not explain {kl}, of which {location.kl_injected:.1e} is "
+                "left with all of them injected; an operator without a landmark parts, errors cancel, or the map from the "
+                "trainer's operators to the engine's is wrong for this model"
             )
     if leaving:
         return (
-            f"no operator moves the probabilities by more than {MIN_KL:g} nats; {len(leaving)} landmark"
+            f"no operator moves probabilities by more than {MIN_KL:g} nats; {len(leaving)} landmark"
             f"{'s leave their floors' if len(leaving) > 1 else ' leaves its floor'} without that, first "
             f"{place(leaving[0])}; {kl} is that of rounding"
         )

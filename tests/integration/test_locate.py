@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lockstep.lab.locate.engine_trace import EngineTrace, trace_engine
+from lockstep.lab.locate.landmarks import PACKED, Part
 from lockstep.lab.locate.location import Location, Verdict, locate
 from lockstep.lab.locate.setup import prepared_reference
 from lockstep.rollout.engine.engine_settings import EngineSettings
@@ -36,6 +37,7 @@ PLANTED = {
     "qwen3_moe": ("swapped experts", "gate in bfloat16"),
     "qwen2": ("stale bias",),
 }  # fmt: skip
+OF_ONE_OPERATOR = ("norm epsilon", "bfloat16 product", "weight not sent", "quantized layer", "swapped experts")
 PROMPT = tuple(3 + (7 * i) % 500 for i in range(24))
 
 Traces = Callable[[str, str], tuple[Path, EngineTrace]]
@@ -79,6 +81,8 @@ def test_a_planted_fault_is_named_with_its_operator_and_layer(traced: Traces, fa
     location = located(traced, family, fault=fault)
     assert_named(location, fault)
     assert location.kl_injected < 1e-10, "the errors at the landmarks do not explain the divergence"
+    if fault in OF_ONE_OPERATOR:
+        assert len({(one.landmark.operator, one.landmark.layer) for one in location.named}) == 1
     shares = {group.operator: group.share for group in location.groups}
     assert sum(shares.values()) == pytest.approx(1.0, abs=0.02)
     assert shares[FAULTS[fault].operator] == pytest.approx(1.0, abs=0.05)
@@ -89,6 +93,8 @@ def test_nothing_is_named_without_a_fault(traced: Traces, family: str) -> None:
     location = located(traced, family)
     assert (location.verdict, location.named) == (Verdict.OK, ())
     assert location.kl < 1e-11
+    streams = {one.landmark.layer for one in location.errors if one.landmark.part is Part.STREAM}
+    assert streams >= {0, 1}, "residual streams are landmarks"
 
 
 @pytest.mark.slow
@@ -107,6 +113,14 @@ def test_a_bfloat16_engine_is_compared_with_a_float32_trainer(traced: Traces, fa
         if fault == "bfloat16 product":  # which is then what the engine computes
             continue
         assert_named(located(traced, family, "bfloat16", fault), fault)
+
+
+def test_a_wrong_map_gives_no_name(traced: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+    confused = PACKED | {"gate_proj": PACKED["up_proj"], "up_proj": PACKED["gate_proj"]}
+    monkeypatch.setattr("lockstep.lab.locate.landmarks.PACKED", confused)
+    for fault in (None, "weight not sent"):
+        location = located(traced, "qwen3", fault=fault)
+        assert (location.verdict, location.named) == (Verdict.UNPROVEN, ())
 
 
 def run_locate(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
