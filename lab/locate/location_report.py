@@ -49,8 +49,8 @@ def explanation(location: Location) -> str:
         case Verdict.UNPROVEN:
             return (
                 f"no name: the errors at the landmarks do not explain {kl}, of which {location.kl_injected:.1e} is "
-                "left with all of them injected; an operator without a landmark parts, errors cancel, or the map from the "
-                "trainer's operators to the engine's is wrong for this model"
+                "left with all of them injected; an operator without a landmark parts, errors cancel, or the map from "
+                "the trainer's operators to the engine's is wrong for this model"
             )
     if leaving:
         return (
