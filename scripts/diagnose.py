@@ -51,7 +51,9 @@ def main() -> None:
     flags, overrides = parse(sys.argv[1:])
     exit_status: list[int] = []
 
-    if flags.ids is not None and (others := [name for name in ("rollouts", "variant", "locate", "html") if getattr(flags, name)]):
+    if flags.ids is not None and (
+        others := [name for name in ("rollouts", "variant", "locate", "html") if getattr(flags, name)]
+    ):
         flag = ", ".join("--break" if name == "variant" else f"--{name}" for name in others)
         print_error(f"--ids reads rows of another trainer, for which {flag} means nothing; leave it out")
         sys.exit(2)
