@@ -78,6 +78,10 @@ class NoEngine:
     def push(self, version: int) -> SyncReport:
         return SyncReport(version=version, gather_s=0, transfer_s=0, pause_s=0, bytes=0, canary_abs_diff=0)
 
+    def take_changes(self) -> dict[str, float]:
+        """Return no metrics: no server leaves or joins."""
+        return {}
+
 
 def trainer_step(policy: Policy, config: Config, rollouts: list[Rollout]) -> Callable[[], StepReport]:
     """Return a function that runs one training step of this policy on these rollouts."""

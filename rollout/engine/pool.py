@@ -115,7 +115,7 @@ class EnginePool:
                         self.remove(member)
                         self.on_lost(member, error)
                     if not self.members:
-                        raise
+                        raise EngineLostError(f"no engine is left: {error}") from error
                     continue
                 silent[member] = error
             finally:

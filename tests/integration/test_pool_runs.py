@@ -87,6 +87,15 @@ class Run:
             assert self._process.poll() is None, "the run ended"
             time.sleep(0.02)
 
+    def wait_for_words(self, words: str) -> str:
+        """Return the console up to the line with these words."""
+        console = ""
+        while words not in console:
+            line = self._process.stdout.readline() if self._process.stdout else ""
+            assert line, f"the run ended without {words!r}: {console[-3000:]}"
+            console += line
+        return console
+
     def wait_for_updates(self, more: int) -> None:
         goal = self.updates + more
         self.wait_until(lambda: self.updates >= goal)
@@ -156,11 +165,11 @@ def test_a_run_whose_servers_are_all_gone_waits_and_goes_on(
     run.wait_for_updates(1)
     for index in range(3):
         fleet.strike(index, signal.SIGKILL)
+    said = run.wait_for_words("waiting up to 600 s for a server of rollout.urls")
+    assert "no engine is left" in said
     fleet.restart(1)
     said = finish(process)
     assert changed(whole, struck) == []
-    assert "no engine is left" in said
-    assert "waiting up to 600 s for a server of rollout.urls" in said
     assert f"the engine at {fleet.servers[1].url} joined with the weights of the run" in said
 
 
