@@ -43,7 +43,7 @@ def main(directory: Path) -> None:
         ranks = driver_ranks(config.rollout, distributed, address=None)
         engines = start_engines(config, distributed, loop=loop, logs=directory, drivers=ranks)
         assert engines.pool is not None
-        own: Any = engines.synced[0]
+        own: Any = engines.synced.engines[0]
         from transformers import AutoModelForCausalLM
 
         base = AutoModelForCausalLM.from_pretrained(config.model.path)
