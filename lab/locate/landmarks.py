@@ -56,7 +56,7 @@ KNOWN = frozenset({
     "glm4_moe", "deepseek_v2", "deepseek_v3", "minimax_m2", "granitemoe", "gpt_oss", "llama4_text", "falcon_h1",
     "nemotron_h", "granitemoehybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe",
 })  # fmt: skip
-"""Model types whose map was tested: without a fault nothing is named (tests/integration/test_locate_families.py)."""
+"""Model types whose map was tested: without a fault nothing is named (tests/integration/test_locate.py)."""
 INTERLEAVED = frozenset({"llama4_text"})
 """Model types whose queries and keys vLLM orders by halves, where transformers has pairs."""
 SCORES_FIRST = frozenset({"llama4_text"})
