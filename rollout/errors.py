@@ -86,6 +86,10 @@ class TrainingError(LockstepError, RuntimeError):
     """The update cannot continue, for example after repeated non-finite gradients."""
 
 
+class ConnectionLostError(TrainingError):
+    """The connection to another rank ended; why, stands in that rank's log."""
+
+
 class ContextFullError(LockstepError, RuntimeError):
     """A conversation no longer fits the context; tokens sampled so far stay trainable."""
 

@@ -26,7 +26,7 @@ from lockstep.lab.finding import Finding, failure
 from lockstep.lab.losses import toy_update
 from lockstep.lab.losses.examined_loss import change
 from lockstep.lab.losses.toy_update import ONE_MICROBATCH, KeptGradient, RankReport, divisions_of, report_of
-from lockstep.rollout.errors import LockstepError
+from lockstep.rollout.errors import ConnectionLostError, LockstepError
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.captured_output import redirect_output
 from lockstep.rollout.system.orphan_guard import exit_when_orphaned
@@ -148,6 +148,8 @@ def _run(rank: int, num_ranks: int, port: int, algorithm: Mapping[str, Any], dir
             report = report_of(algorithm, distributed, stage.write_text, with_extremes=num_ranks == 1)
             if distributed.is_main:
                 torch.save(asdict(report), directory / f"report-{num_ranks}")
+    except ConnectionLostError:
+        raise  # the other rank says why
     except LockstepError as error:
         stage.with_suffix(".error").write_text(error_text(error))
         raise

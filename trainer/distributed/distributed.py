@@ -26,7 +26,14 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
-from lockstep.rollout.errors import CheckpointError, ConfigError, LockstepError, TrainingError, error_named
+from lockstep.rollout.errors import (
+    CheckpointError,
+    ConfigError,
+    ConnectionLostError,
+    LockstepError,
+    TrainingError,
+    error_named,
+)
 from lockstep.rollout.models import stored_model
 from lockstep.rollout.safe_text import error_text
 from lockstep.rollout.system.addresses import address_towards, interface_of, is_loopback
@@ -492,11 +499,11 @@ class Distributed:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Leave the process groups, but not after a failure: other ranks may wait in a collective, and closing would
-        wait for them. The end of the process closes them. Raises `TrainingError` for a connection that gloo lost."""
+        wait for them. The end of the process closes them. Raises `ConnectionLostError` for one that gloo lost."""
         if error is None or self.world_size == 1:
             self.close()
         elif type(error) is RuntimeError and (match := LOST.search(str(error))):
-            lost = TrainingError(
+            lost = ConnectionLostError(
                 f"rank {self.rank}: the connection to a rank at {match[2]} is lost ({match[1]}): its process or its "
                 "machine has ended. Its log says why; without a word there it was killed (out of memory, preempted)"
             )

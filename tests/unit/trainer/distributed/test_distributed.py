@@ -19,7 +19,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lockstep.rollout.errors import CheckpointError, ConfigError, EngineError, LockstepError, TrainingError
+from lockstep.rollout.errors import (
+    CheckpointError,
+    ConfigError,
+    ConnectionLostError,
+    EngineError,
+    LockstepError,
+)
 from lockstep.trainer.distributed import distributed
 from lockstep.trainer.distributed.distributed import Distributed, choose_interface, drop_stale_build_locks
 from tests.fixtures.distributed import FakeRank, on_ranks
@@ -318,7 +324,7 @@ GUESS = ". This is typically caused by a remote worker crashing. Check the logs"
 def test_a_lost_connection_is_a_sentence_with_the_notes_of_its_error(text: str, address: str, what: str) -> None:
     error = RuntimeError(f"{GLOO}{text}{GUESS}")
     error.add_note("no update is saved")
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(ConnectionLostError) as caught:
         Distributed.__exit__(cast("Distributed", SimpleNamespace(rank=3, world_size=4)), None, error, None)
     lost = caught.value
     assert str(lost).startswith(f"rank 3: the connection to a rank at {address} is lost ({text}): its process or its")
