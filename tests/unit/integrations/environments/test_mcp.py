@@ -19,6 +19,7 @@ from lockstep.integrations.tool_servers.tool_server import close_servers
 from lockstep.rollout.errors import ConfigError
 from tests.fixtures.paths import ROOT
 from tests.fixtures.policies import Policy, play, tool_call
+from tests.fixtures.processes import listens
 from tests.fixtures.turns import use
 
 pytestmark = [
@@ -45,9 +46,8 @@ def address() -> Iterator[str]:
     )
     try:
         for _ in range(3000):
-            with socket.socket() as connection:
-                if connection.connect_ex(("127.0.0.1", port)) == 0:
-                    break
+            if listens(port):
+                break
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
