@@ -220,7 +220,7 @@ def page_commands() -> Iterator[tuple[str, list[str]]]:
             r"(?:lockstep |scripts/)(train|evaluate|diagnose|serve[-_]engine|serve|check[-_]environment)(?:\.py)? (.*)",
             command,
         )
-        if match and not re.search(r" resume=| --rollouts| \.\.\. ", command):
+        if match and not re.search(r" resume=| --rollouts| --ids| \.\.\. ", command):
             words = shlex.split(match[2], comments=True)
             if match[1] in ("check-environment", "check_environment"):
                 flags, settings = parse(words)
@@ -228,12 +228,13 @@ def page_commands() -> Iterator[tuple[str, list[str]]]:
             if settings_files(words):
                 continue  # tests/integration/test_page_commands.py writes the file
             words = [word for word in words if "=" in word]
-            yield f"{place} {match[1]} {' '.join(words)}", [match[1].replace("-", "_"), *words]
+            name = "locate" if " --locate" in command else match[1].replace("-", "_")
+            yield f"{place} {name} {' '.join(words)}", [name, *words]
 
 
 COMMANDS = dict(page_commands())
 NEEDS = {"evaluate": {"trains": False}, "diagnose": {"scores": False}, "serve": {"needs_data": False}}
-NEEDS |= {"serve_engine": NEEDS["serve"], "check_environment": {}}
+NEEDS |= {"serve_engine": NEEDS["serve"], "check_environment": {}, "locate": {"scores": False, "needs_data": False}}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
