@@ -44,6 +44,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, overrides = parser.parse_known_args(arguments)
     if flags.locate and (flags.rollouts is not None or flags.variant is not None):
         parser.error("--locate samples a row of its own from an unbroken pipeline; leave out --rollouts and --break")
+    if flags.ids is not None and (flags.rollouts or flags.variant or flags.html or flags.locate):
+        parser.error("--ids reads rows of another trainer; leave out --rollouts, --break, --html and --locate")
     return flags, overrides
 
 
@@ -51,12 +53,6 @@ def main() -> None:
     flags, overrides = parse(sys.argv[1:])
     exit_status: list[int] = []
 
-    if flags.ids is not None and (
-        others := [name for name in ("rollouts", "variant", "locate", "html") if getattr(flags, name)]
-    ):
-        flag = ", ".join("--break" if name == "variant" else f"--{name}" for name in others)
-        print_error(f"--ids reads rows of another trainer, for which {flag} means nothing; leave it out")
-        sys.exit(2)
     if flags.ids is not None and not overrides:
         from lockstep.lab.dumps.examine import examine
 

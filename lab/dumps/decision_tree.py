@@ -125,7 +125,7 @@ def _retokenized(measures: Measures) -> str | None:
         return None
     return (
         f"{len(onsets)} of {far} rows with a token above {measures.jump:.2g} nats agree up to it (mean |d| below "
-        f"{measures.clean:.2g}) and never again; the median of these places is trained token {int(np.median(onsets))}"
+        f"{measures.clean:.2g}) and not after it; the median of these places is trained token {int(np.median(onsets))}"
     )
 
 
@@ -206,7 +206,7 @@ TREE = (
     Question(cause=Cause.NONE, asks="Do engine and trainer agree?", answer=_agrees, remedy="nothing is to be done"),
     Question(
         cause=Cause.RETOKENIZE,
-        asks="Do rows agree up to a place, and never again?",
+        asks="Do rows agree up to a place, and not after it?",
         answer=_retokenized,
         remedy="train the sampled ids; never decode and encode a turn, also not to build the next prompt",
     ),

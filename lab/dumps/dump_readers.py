@@ -55,6 +55,8 @@ def read_dump(path: Path) -> Dump:
         notes.append(f"left out {untrained} of {len(records[:MAX_ROWS])} rows, which train no token")
     if not rows:
         raise DataError(f"{path}: none of {len(records)} rows trains a token")
+    if all(np.isnan(row.sampling_L[row.is_trained_L]).all() for row in rows):
+        raise DataError(f"{path}: no row has a sampling logprob; let the engine report logprobs, and write them")
     return Dump(format=form.trainer, rows=tuple(rows), notes=(*notes, *form.lacks))
 
 
@@ -82,8 +84,11 @@ def _own(place: str, row: Mapping[str, Any]) -> DumpRow | None:
     ids, prompt_length = field(place, row, "ids"), field(place, row, "prompt_length")
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or not 0 < prompt_length <= len(ids):
         raise DataError(f"{place}: prompt_length is {prompt_length!r}, expected 1 to {len(ids)}, the number of ids")
-    answer = row.get("mask") or [1] * (len(ids) - prompt_length)
+    answer = [1] * (len(ids) - prompt_length) if row.get("mask") is None else row["mask"]
     mask = [0] * prompt_length + list(answer) if len(answer) < len(ids) else list(answer)
+    if len(mask) != len(ids):
+        raise DataError(f"{place}: a mask of {len(answer)}, expected {len(ids)} entries or {len(ids) - prompt_length}, "
+                        "of the answer")  # fmt: skip
     if not any(mask):
         return None
     first = mask.index(next(filter(None, mask)))
@@ -196,8 +201,9 @@ def _records(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     elif file.suffix == ".parquet":
         import pyarrow.parquet
 
-        yield from ((f"{file} row {number}", row) for number, row in
-                    enumerate(pyarrow.parquet.read_table(file).to_pylist(), start=1))  # fmt: skip
+        batches = pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=64)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"{file} row {number}", row) for number, row in enumerate(rows, start=1))
     else:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):

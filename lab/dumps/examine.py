@@ -37,19 +37,23 @@ def examine(path: Path, own_scores: Callable[[Dump], OwnScores] | None = None, *
     measures = Measures(dump=read_dump(path))
     own = None if own_scores is None else own_scores(measures.dump)
     verdict = judge(measures)
-    severity = severity_of({"kl_v1": measures.kl_v1, "kl_v2": measures.kl_v2})
-    if verdict.cause in BROKEN:
-        severity = Severity.CRITICAL
-    elif verdict.cause is Cause.COPIED:
-        severity = Severity.WARNING
+    grade = severity(verdict.cause, kl_v1=measures.kl_v1, kl_v2=measures.kl_v2)
     if as_json:
-        print(json.dumps(to_json(measures, verdict, severity, own), allow_nan=False))
+        print(json.dumps(to_json(measures, verdict, grade, own), allow_nan=False))
     else:
-        _print(path, measures, verdict, severity, own)
-    return severity
+        _print(path, measures, verdict, grade, own)
+    return grade
 
 
-def to_json(measures: Measures, verdict: Verdict, severity: Severity, own: OwnScores | None) -> dict[str, Any]:
+def severity(cause: Cause, *, kl_v1: float, kl_v2: float) -> Severity:
+    """Return the severity of a divergence; a fault is a warning at least."""
+    if cause in BROKEN:
+        return Severity.CRITICAL
+    least = Severity.OK if cause in (Cause.NONE, Cause.DTYPE, Cause.STALE) else Severity.WARNING
+    return max(least, severity_of({"kl_v1": kl_v1, "kl_v2": kl_v2}))
+
+
+def to_json(measures: Measures, verdict: Verdict, grade: Severity, own: OwnScores | None) -> dict[str, Any]:
     ratio, ratio_error = measures.ratio
     return {
         "format": FORMAT,
@@ -57,7 +61,7 @@ def to_json(measures: Measures, verdict: Verdict, severity: Severity, own: OwnSc
         "notes": list(measures.dump.notes),
         "rows": len(measures.dump.rows),
         "trained_tokens": measures.num_trained,
-        "verdict": str(severity),
+        "verdict": str(grade),
         "cause": str(verdict.cause),
         "evidence": verdict.evidence,
         "remedy": verdict.questions[-1].remedy,
@@ -85,7 +89,7 @@ def _number(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-def _print(path: Path, measures: Measures, verdict: Verdict, severity: Severity, own: OwnScores | None) -> None:
+def _print(path: Path, measures: Measures, verdict: Verdict, grade: Severity, own: OwnScores | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{escape(terminal_safe(str(path)))}: {len(measures.dump.rows)} rows, {measures.num_trained} trained tokens, "
@@ -112,7 +116,7 @@ def _print(path: Path, measures: Measures, verdict: Verdict, severity: Severity,
     console.print("\n[bold]questions[/bold]")
     for question in verdict.questions:
         console.print(f"  {'[bold]yes[/bold]' if question is verdict.questions[-1] else 'no '}  {question.asks}")
-    console.print(f"\nverdict      [bold]{severity} ({verdict.cause})[/bold]  {verdict.evidence}")
+    console.print(f"\nverdict      [bold]{grade} ({verdict.cause})[/bold]  {verdict.evidence}")
     console.print(f"to do        {verdict.questions[-1].remedy}")
     if own is not None:
         console.print(f"own scores   {escape(terminal_safe(own.sentence))}")

@@ -6,9 +6,7 @@ rotary embeddings write into their inputs, so inputs are copied before the modul
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.rollout.engine.arguments import engine_arguments
+from lockstep.rollout.engine.embedded import engine_environment
 from lockstep.rollout.engine.engine_answers import sample_params
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.protocol import Sampling
@@ -92,7 +91,7 @@ def trace_engine(
         "trust_remote_code": settings.trust_remote_code,
     }
     sampling = Sampling(max_tokens=sampled, temperature=temperature, ignore_eos=True, seed=settings.seed)
-    with redirect_output(log_path), _variables():
+    with redirect_output(log_path), engine_environment(VARIABLES, log_path):
         from vllm import LLM, SamplingParams
         from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -225,17 +224,3 @@ def _column(tensors: Sequence[Tensor], positions: int) -> Tensor:
         if len(joined) == positions:
             return joined
     return torch.empty(0)
-
-
-@contextmanager
-def _variables() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in VARIABLES}
-    os.environ.update(VARIABLES)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -165,7 +165,7 @@ class EmbeddedEngine:
 
     def _launch(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with redirect_output(self.log_path), _environment(self._variables, self.log_path), _without_main():
+        with redirect_output(self.log_path), engine_environment(self._variables, self.log_path), _without_main():
             try:
                 self._llm = self.loop.run(self._build())
                 self.loop.run(self._load_adapters())
@@ -498,7 +498,7 @@ def _without_main() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(variables: dict[str, str], log_path: Path) -> Iterator[None]:
+def engine_environment(variables: dict[str, str], log_path: Path) -> Iterator[None]:
     """Set environment variables, and vLLM's logging to a file, for the duration of the block."""
     logging_config = {
         "version": 1,

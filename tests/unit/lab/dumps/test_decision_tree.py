@@ -11,7 +11,7 @@ import pytest
 from lockstep.lab.diagnosis.causes import Severity
 from lockstep.lab.dumps.decision_tree import TREE, Cause, judge
 from lockstep.lab.dumps.dump_rows import Dump, DumpRow
-from lockstep.lab.dumps.examine import to_json
+from lockstep.lab.dumps.examine import severity, to_json
 from lockstep.lab.dumps.measures import Measures
 from tests.fixtures.paths import ROOT
 from tests.unit.lab.dumps.planted import PROMPT, Planted, planted
@@ -112,3 +112,19 @@ def test_the_page_asks_the_questions_of_the_tree_in_order() -> None:
     places = [page.find(question.asks) for question in TREE]
     assert -1 not in places
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (Cause.SHIFT, Severity.CRITICAL),
+        (Cause.TEMPERATURE, Severity.WARNING),
+        (Cause.COPIED, Severity.WARNING),
+        (Cause.DTYPE, Severity.OK),
+        (Cause.STALE, Severity.OK),
+        (Cause.NONE, Severity.OK),
+    ],
+)
+def test_a_fault_is_never_ok_however_small_its_divergence(cause: Cause, expected: Severity) -> None:
+    assert severity(cause, kl_v1=1e-5, kl_v2=1e-5) is expected
+    assert severity(cause, kl_v1=1e-5, kl_v2=0.2) is Severity.CRITICAL

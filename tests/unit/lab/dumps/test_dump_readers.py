@@ -114,16 +114,18 @@ def test_rows_without_ids_and_logprobs_are_refused(row: dict[str, Any], expected
         ({"prompt_length": 0}, "prompt_length is 0, expected 1 to 8"),
         ({"sampling_logprobs": SAMPLING[4:]}, "4 sampling_logprobs, expected 8"),
         ({"training_logprobs": None}, "no training_logprobs; found ids, mask"),
-        ({"mask": [1, 0]}, "a loss mask of 5 entries, expected one for each of 8 tokens"),
+        ({"mask": [1, 0]}, "a mask of 2, expected 8 entries or 5, of the answer"),
         ({"ids": [*IDS[:-1], 2.5]}, "token ids: expected a list of whole numbers"),
         ({"ids": [-1, *IDS[1:]]}, "token id -1, expected none below 0"),
         ({"sampling_logprobs": ["a"] * 5}, "sampling_logprobs: expected a list of numbers"),
         ({"mask": [2] * 5}, "loss mask: expected a list of true and false"),
+        ({"mask": []}, "a mask of 0, expected 8 entries or 5, of the answer"),
         ({"ids": 5}, "not a row of docs/kl.md"),
         ({"sampling_logprobs": 1.5}, "not a row of docs/kl.md"),
         ({"sampling_logprobs": [[-1.0]] * 5}, "sampling_logprobs"),
         ({"ids": [2**70, *IDS[1:]]}, "token ids: expected a list of whole numbers"),
-        ({"mask": "trained"}, "loss mask: expected a list of true and false"),
+        ({"mask": "trains"}, "a mask of 6, expected 8 entries or 5, of the answer"),
+        ({"mask": "train"}, "loss mask: expected a list of true and false"),
         ({"temperature": "hot"}, "temperature is 'hot', expected a number"),
     ],
 )
@@ -131,6 +133,23 @@ def test_a_row_that_contradicts_itself_is_named(change: dict[str, Any], expected
     with pytest.raises(DataError, match=r"dump\.jsonl line 2: ") as error:
         read_dump(written(tmp_path, ANSWER, ANSWER | change))
     assert expected in str(error.value)
+
+
+def test_a_dump_without_sampling_logprobs_is_refused(tmp_path: Path) -> None:
+    """They are missing, which says nothing about the mask."""
+    with pytest.raises(DataError, match=r"no row has a sampling logprob; let the engine report logprobs"):
+        read_dump(written(tmp_path, ANSWER | {"sampling_logprobs": [None] * 5}))
+
+
+def test_rows_of_parquet_are_read(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "dump.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ANSWER] * 130), path)
+    dump = read_dump(path)
+    assert len(dump.rows) == 130
+    check(dump.rows[-1])
 
 
 def test_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
