@@ -73,7 +73,6 @@ def trace_engine(
     Raises `EngineError` if vLLM cannot load or run the model; its messages are in the log.
     """
     is_cpu = not torch.cuda.is_available()
-    check_vllm("weights", "engine", "locate", *(["cpu"] if is_cpu else []))
     cache = settings.kv_cache_gib
     arguments = {
         "model": str(settings.model),
@@ -92,6 +91,7 @@ def trace_engine(
     }
     sampling = Sampling(max_tokens=sampled, temperature=temperature, ignore_eos=True, seed=settings.seed)
     with redirect_output(log_path), engine_environment(VARIABLES, log_path):
+        check_vllm("weights", "engine", "locate", *(["cpu"] if is_cpu else []))
         from vllm import LLM, SamplingParams
         from vllm.distributed import cleanup_dist_env_and_memory
 

@@ -109,7 +109,8 @@ def print_location(location: Location, console: Console) -> None:
     )
     if location.unmapped:
         console.print(
-            f"[dim]without a landmark: {len(location.unmapped)} modules, whose errors show at the next one: "
+            f"[dim]without a landmark: {len(location.unmapped)} module{'s' if len(location.unmapped) > 1 else ''}; errors "
+            f"there show at the next landmark: "
             f"{escape(', '.join(location.unmapped[:4]))}{', ...' if len(location.unmapped) > 4 else ''}[/dim]"
         )
     errors = location.named or sorted(location.errors, key=lambda one: -one.ratio)
