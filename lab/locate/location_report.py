@@ -108,10 +108,10 @@ def print_location(location: Location, console: Console) -> None:
         f"{len(location.errors)} landmarks"
     )
     if location.unmapped:
-        shown = ", ".join(location.unmapped[:4]) + (", ..." if len(location.unmapped) > 4 else "")
+        names = ", ".join(location.unmapped[:4]) + (", ..." if len(location.unmapped) > 4 else "")
         console.print(
             f"[dim]without a landmark: {len(location.unmapped)} module{'s' if len(location.unmapped) > 1 else ''}; "
-            f"errors there show at the next landmark: {escape(shown)}[/dim]"
+            f"errors there show at the next landmark: {escape(names)}[/dim]"
         )
     errors = location.named or sorted(location.errors, key=lambda one: -one.ratio)
     console.print(_landmarks(errors[:SHOWN]))

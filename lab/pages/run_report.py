@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lockstep.lab.pages.chart import Chart, Curve, legend, number
+from lockstep.lab.pages.ledger import ledger
 from lockstep.lab.pages.panels import SECTIONS, Panel
 from lockstep.lab.pages.render import render, write_page
 from lockstep.lab.pages.saved_run import SavedRun
@@ -54,6 +55,7 @@ def report(run: SavedRun) -> str:
         tiles=list(tiles(run)),
         alarms=alarms,
         still=[span for span in alarms if run.lines and span.last == run.lines[-1]["step"]],
+        ledger=ledger(run.setting, lambda metric: [line[metric] for line in run.lines if metric in line]),
         sections=charts(run),
         legend=legend,
         stages=stages(run),

@@ -94,10 +94,7 @@ class SavedRun:
 
     def setting(self, name: str) -> Any:
         """Return the value of `group.name`; None if the run's version had no such setting."""
-        value: Any = self.config
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return nested(self.config, name)
 
     def thresholds(self) -> AlarmThresholds:
         """Return the thresholds of its alarms. Raises `ConfigError` if config.yaml holds others than numbers."""
@@ -132,6 +129,14 @@ class SavedRun:
         ranking = sorted(self.rollouts, key=_rank)
         worst, best = ranking[: len(ranking) // 2], ranking[len(ranking) // 2 :][::-1]
         return _varied(worst, count), _varied(best, count)
+
+
+def nested(config: Mapping[str, Any], name: str) -> Any:
+    """Return the value of `group.name`; None if there is no such setting."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _provenance(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ SUMMARIES = {
     "health/alarms": "max",
 }
 """Summary of a metric in the table of runs; by default the last value."""
+TEXTS = "lockstep.summary"
+"""Group of entry points, each a function of the run's directory and settings that returns texts of the summary by
+name. They are set after the first step, and at the end."""
 
 
 class WandbRun:
@@ -53,7 +57,8 @@ class WandbRun:
         os.environ.setdefault("WANDB_SILENT", "true")  # the console is for the rows of the run
         import wandb  # here: importing it reads its settings and starts a service
 
-        self._directory = directory
+        self._directory, self._config = directory, run_config
+        self._has_texts = False
         self.id = lineage.run_id if lineage.run_id and lineage.is_same_run else secrets.token_hex(4)
         arguments: dict[str, Any] = {
             "project": settings.project,
@@ -93,9 +98,20 @@ class WandbRun:
     def log(self, update: int, values: Values) -> None:
         """Log numbers and media of an update. Several calls for one update are one row."""
         self._run.log({AXIS: update, **{name: _converted(value) for name, value in values.items()}}, step=update)
+        if not self._has_texts:
+            self._has_texts = True  # also if it fails, so that a fault is counted once
+            self._set_texts()
 
     def finish(self, *, failed: bool) -> None:
-        self._run.finish(exit_code=1 if failed else 0)
+        try:
+            if self._has_texts:
+                self._set_texts()
+        finally:
+            self._run.finish(exit_code=1 if failed else 0)
+
+    def _set_texts(self) -> None:
+        for function in entry_points(group=TEXTS):
+            self._run.summary.update(function.load()(self._directory, self._config))
 
 
 def _converted(value: float | Medium) -> Any:

@@ -15,11 +15,12 @@ import torch
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
 from lockstep.trainer.observe.metrics_log import MetricsLog, read_metrics
 from lockstep.trainer.observe.step_media import COLUMNS, PAGES, distributions, step_media, table_rows
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.observe.trackers.tracker import Page
-from lockstep.trainer.observe.trackers.wandb_run import SUMMARIES, Lineage, WandbRun
+from lockstep.trainer.observe.trackers.wandb_run import SUMMARIES, TEXTS, Lineage, WandbRun
 from lockstep.trainer.run.provenance import provenance
 from tests.fixtures import wandb_files
 from tests.fixtures.made_up_model import TOKENIZER, FakeTrainer, step_batch, two_turns
@@ -75,6 +76,34 @@ def test_all_metrics_have_the_update_as_axis_and_some_a_summary(logged: Path):
     assert defined["rollout/token_match_rate"].summary.min
     assert SUMMARIES.keys() <= defined.keys()
     assert defined["update"].options.hidden
+
+
+def test_the_summary_has_the_ledger_of_evidence_at_the_end_of_the_run(tmp_path: Path):
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", OFFLINE, run_config=plain(Config()))
+    metrics.write(1, {"rollout_correction/kl": 1e-7})
+    metrics.write(2, {"rollout_correction/kl": 3e-7})
+    metrics.close()
+    texts = {name: text for name, text in wandb_files.summary(tmp_path).items() if name.startswith("evidence/")}
+    assert texts["evidence/engine against trainer"].startswith("corrected: importance weights token_truncate")
+    assert "rollout_correction/kl: 3.0e-7 at worst in 2 steps" in texts["evidence/engine against trainer"]
+
+
+def failing_texts(directory: Path, config: dict[str, object]) -> dict[str, str]:
+    raise ValueError("no ledger")
+
+
+def test_texts_of_the_summary_that_fail_leave_the_run_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    failing = [EntryPoint("evidence", f"{__name__}:failing_texts", TEXTS)]
+    monkeypatch.setattr("lockstep.trainer.observe.trackers.wandb_run.entry_points", lambda group: failing)
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", OFFLINE, run_config={})
+    metrics.write(1, {"reward/mean": 0.25})
+    metrics.write(2, {"reward/mean": 0.5})
+    metrics.close()
+    assert [row["reward/mean"] for row in wandb_files.history(tmp_path)] == [0.25, 0.5]
+    assert [record.getMessage() for record in caplog.records if "no ledger" in record.getMessage()]
+    assert read_metrics(tmp_path / "metrics.jsonl")[1]["health/logger_errors"] == 1
 
 
 def test_a_table_has_a_row_for_each_rollout(logged: Path):
@@ -185,6 +214,7 @@ from pathlib import Path
 
 from lockstep.trainer.config.groups.outputs_settings import LoggerConfig
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
 from lockstep.trainer.cli import launch
 from lockstep.trainer.observe.metrics_log import MetricsLog
 from lockstep.trainer.run.provenance import provenance
