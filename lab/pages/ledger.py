@@ -141,7 +141,7 @@ def entries(setting: Callable[[str], Any], is_logged: Callable[[str], bool]) -> 
     )
     yield from _support(setting)
     yield from _experts(setting, is_logged)
-    if (setting("model.images.max_per_prompt") or 0) > 0:
+    if _number(setting("model.images.max_per_prompt")) > 0:
         yield Entry(
             subject="images",
             treatment=Treatment.EXACT,
@@ -189,7 +189,7 @@ def _experts(setting: Callable[[str], Any], is_logged: Callable[[str], bool]) ->
 
 def _weights(setting: Callable[[str], Any]) -> Iterator[Entry]:
     canary = (Measure(metric="sync/canary_abs_diff"),)
-    scheme, rank = setting("rollout.quantization"), setting("model.lora.rank") or 0
+    scheme, rank = setting("rollout.quantization"), _number(setting("model.lora.rank"))
     if scheme:
         yield Entry(
             subject="weights",
@@ -210,7 +210,7 @@ def _weights(setting: Callable[[str], Any]) -> Iterator[Entry]:
 
 
 def _versions(setting: Callable[[str], Any]) -> Iterator[Entry]:
-    staleness = setting("rollout.max_staleness") or 0
+    staleness = _number(setting("rollout.max_staleness"))
     yield Entry(
         subject="weight versions",
         treatment=_difference(setting).treatment if staleness else Treatment.EXACT,
@@ -228,7 +228,7 @@ def _difference(setting: Callable[[str], Any]) -> Entry:
     if setting("correction.logp_old") == "bypass":
         how = "the ratio of the loss is to the engine's logprobs (correction.logp_old=bypass)"
         return Entry(subject=subject, treatment=Treatment.CORRECTED, how=how, measures=measures)
-    policy_loss = POLICY_LOSSES.get(setting("algorithm.loss"))
+    policy_loss = POLICY_LOSSES.get(str(setting("algorithm.loss")))
     if policy_loss is not None and policy_loss.weighs_by_sampling:
         how = f"the ratio of the loss {setting('algorithm.loss')} is to the policy that sampled"
         return Entry(subject=subject, treatment=Treatment.CORRECTED, how=how, measures=measures)
@@ -239,17 +239,23 @@ def _difference(setting: Callable[[str], Any]) -> Entry:
             subject=subject, treatment=Treatment.MEASURED, how="correction.mode=off", measures=(*measures, floor)
         )
     ess = Measure(metric=PREFIX + "ess", worst=min)
-    rejection = setting("correction.rejection") or {}
-    rejected = "".join(f"; rejection {name}={limit}" for name, limit in rejection.items())
+    rejection = setting("correction.rejection")
+    limits = rejection.items() if isinstance(rejection, Mapping) else ()
+    rejected = "".join(f"; rejection {name}={limit}" for name, limit in limits)
     how = f"importance weights {mode}, bounds {setting('correction.low')} and {setting('correction.high')}{rejected}"
     return Entry(subject=subject, treatment=Treatment.CORRECTED, how=how, measures=(*measures, floor, ess))
 
 
+def _number(value: Any) -> float:
+    """Return a setting that is a number; 0 for what else a damaged config.yaml holds."""
+    return value if type(value) in (int, float) else 0
+
+
 def _updates(setting: Callable[[str], Any]) -> Iterator[Entry]:
-    updates = (setting("algorithm.epochs") or 1) * (setting("algorithm.minibatches") or 1)
+    updates = _number(setting("algorithm.epochs")) * _number(setting("algorithm.minibatches"))
     if updates < 2:
         return
-    loss = setting("algorithm.loss")
+    loss = str(setting("algorithm.loss"))
     policy_loss = POLICY_LOSSES.get(loss)
     has_ratio = policy_loss is not None and policy_loss.has_ratio
     if has_ratio:

@@ -126,3 +126,12 @@ def test_wandb_gets_the_lines_of_a_run_with_and_without_metrics(tmp_path: Path):
     assert text.startswith("exact: ")
     assert text.endswith("(rollout/token_match_rate: 1 at worst in 1 step)")
     assert wandb_summary(tmp_path, config).keys() == before.keys()
+
+
+@pytest.mark.parametrize("value", ["text", [1], {"a": 1}, None, float("nan"), True])
+def test_settings_of_any_type_make_a_ledger(value: Any):
+    names = ["model.lora.rank", "model.images.max_per_prompt", "model.dtype", "rollout.top_k", "rollout.max_staleness",
+             "rollout.quantization", "algorithm.epochs", "algorithm.loss", "correction.mode", "correction.rejection",
+             "correction.routing_replay", "correction.logp_old"]  # fmt: skip
+    lines = lines_of(**{name.replace(".", "__"): value for name in names})
+    assert "token ids and logprobs" in lines
