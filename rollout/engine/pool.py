@@ -104,7 +104,7 @@ class EnginePool:
         silent_at: float | None = None
         """Time at which the last engine fell silent."""
         while True:
-            member = self._choose(key, tuple(one for one in self.members if one not in silent))
+            member = self._choose(key, [one for one in self.members if one not in silent] if silent else self.members)
             self._in_flight[member] += 1
             try:
                 return await act(member)
