@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
 from lockstep.lab.diagnosis.cases import Case, sample_cases
 from lockstep.lab.diagnosis.causes import Cause
 from lockstep.lab.diagnosis.diagnosis import Diagnosis, print_diagnosis
+from lockstep.lab.diagnosis.distributions import compare_case
 from lockstep.lab.diagnosis.examiner import Examiner
 from lockstep.lab.diagnosis.saved import load_rollouts
 from lockstep.lab.locate.location import Location
@@ -75,7 +77,11 @@ def run(
         with open_engine(config, chat.images) as engine:
             cases = engine.loop.run(sample_cases(config, engine=engine, chat=chat))
             with open_scorer(config, chat.images) as (policy, score):
-                diagnosis = examiner(policy=policy, score=score, engine=engine).examine(cases, variant)
+                whole = partial(
+                    compare_case, policy=policy, score=score, engine=engine, dtype=getattr(torch, config.model.dtype),
+                    is_quantized=config.rollout.quantization is not None,
+                )  # fmt: skip
+                diagnosis = examiner(policy=policy, score=score, engine=engine, whole=whole).examine(cases, variant)
     if html is not None:
         _write(html, lambda: write_token_view(html, diagnosis))
         console.print(f"token view   {html}", markup=False)

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.lab.diagnosis.causes import CRITICAL_KL, OK, WARNING_KL, Cause, Finding, Severity
+from lockstep.lab.diagnosis.distributions import CHOICE
 from lockstep.lab.diagnosis.evidence import Evidence, ScoredTokens, by_class, by_turn, noise_floor, worst_positions
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -22,6 +23,17 @@ REEXAMINED = ("alignment", "retokenisation")
 """Cases that show the rollouts of another case again."""
 SEVERITY_STYLE = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.CRITICAL: "bold red"}
 PRINTED_WORST = 5
+WHOLE_COLUMNS = {
+    "kl": "KL(e‖t)",
+    "kl_limit": "at most",
+    "kl_max": "max",
+    "kl_reverse": "KL(t‖e)",
+    "tv": "TV",
+    "flips": "flips",
+    "move": "Δ log p",
+    "move_limit": "at most",
+}
+"""Columns of the table of distributions, by number (docs/diagnosis.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +74,7 @@ class CaseReport:
             "by_turn": by_turn(self.scored),
             "abs_diff_by_offset": {f"{offset:+d}": diff for offset, diff in self.evidence.abs_diff_by_offset.items()},
             "engine_check": None if engine is None else asdict(engine),
+            "distributions": self.evidence.whole and self.evidence.whole.to_json(self.scored.texts.__getitem__),
             "worst": worst_positions(self.scored),
         }
 
@@ -132,6 +145,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
             console.print(f"[dim]{case.name}[/dim]  {escape(case.note)}")
     console.print()
     console.print(_part_table(diagnosis.distinct_cases))
+    print_distributions(diagnosis.distinct_cases, console)
     console.print("\n[bold]worst positions[/bold]")
     worst = [(case.name, place) for case in diagnosis.distinct_cases for place in worst_positions(case.scored)]
     for name, place in sorted(worst, key=lambda entry: -abs(entry[1]["diff"]))[:PRINTED_WORST]:
@@ -152,6 +166,30 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
             f"|Δ|max {floor['logp_diff_abs_max']:.1e}   [dim]the trainer against itself, in two packings[/dim]"
         )
     console.print(f"verdict      {_verdict(diagnosis.finding)}  {escape(diagnosis.finding.explanation)}")
+
+
+def print_distributions(cases: Sequence[CaseReport], console: Console) -> None:
+    compared = [(case, whole) for case in cases if (whole := case.evidence.whole) is not None]
+    if not compared:
+        console.print("\n[bold]distributions[/bold]  not compared: no engine, or no row that fits into its context")
+        return
+    table = _table("case", right=("positions", *WHOLE_COLUMNS.values()))
+    for case, whole in compared:
+        numbers = whole.numbers()
+        table.add_row(case.name, str(len(whole.positions)), *(general(numbers[name]) for name in WHOLE_COLUMNS))
+    console.print(f"\n[bold]distributions[/bold]  [dim]{CHOICE}[/dim]")
+    console.print(table)
+    for case, whole in compared:
+        tokens = [
+            f"{one['token_id']} {terminal_safe(case.scored.texts[one['token_id']])!r} {general(one['logp_engine'])} to "
+            f"{general(one['logp_trainer'])} at {one['position']}"
+            for one in whole.moved
+        ]
+        console.print(f"  {case.name} log p of engine to trainer moves most for  {'   '.join(tokens)}", markup=False)
+
+
+def general(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3g}"
 
 
 def _case_table(cases: Sequence[CaseReport]) -> Table:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.objective.correction.mismatch import PREFIX, mismatch_metrics
 from lockstep.trainer.objective.correction.weights import correction_weights
 from lockstep.trainer.observe.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from lockstep.lab.diagnosis.distributions import CaseDistributions
 
 NOISE_METRICS = ("kl_v1", "kl_v2", "k3_kl", "logp_diff_abs_mean", "logp_diff_abs_max")
 MISMATCH_METRICS = (*NOISE_METRICS, "pearson", "kl_v1_unforced", "kl_v2_unforced", "forced_token_ratio", "ess")
@@ -145,6 +148,8 @@ class Evidence:
     abs_diff_by_offset: Mapping[int, float] = field(default_factory=dict)
     engine: EngineCheck | None = None
     """None if the engine was not asked (no engine, or no row that fits into its context)."""
+    whole: CaseDistributions | None = None
+    """None as for `engine`, or because the engine cannot send distributions."""
 
 
 def match_rows(rollouts: Iterable[Rollout], rows: Sequence[TrainingRow]) -> TokenMatch:

@@ -14,10 +14,12 @@ from lockstep.lab.diagnosis import evidence
 from lockstep.lab.diagnosis.cases import Case
 from lockstep.lab.diagnosis.causes import Cause, judge
 from lockstep.lab.diagnosis.diagnosis import REEXAMINED, CaseReport, Diagnosis, conclude
+from lockstep.lab.diagnosis.distributions import CaseDistributions
 from lockstep.lab.diagnosis.evidence import EngineCheck, Evidence, ScoredTokens
 from lockstep.lab.diagnosis.variants import damaged_policy, damaged_rows, retokenize
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
+from lockstep.rollout.errors import ConfigError, EngineError
 from lockstep.rollout.records import Rollout
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -46,6 +48,8 @@ class Examiner:
     as in training or with each row alone."""
     engine: EnginePool | None
     """None for saved rollouts."""
+    whole: Callable[[ScoredTokens], CaseDistributions | None] | None = None
+    """Comparison of the distributions over the vocabulary; None: they are not compared."""
 
     def examine(self, cases: Sequence[Case], variant: Cause | None = None) -> Diagnosis:
         """Diagnose the cases, with a deliberate fault if `variant` names one, which the evidence alone must reveal.
@@ -78,7 +82,14 @@ class Examiner:
         note = ""
         if case.name == "single_turn" and case.rollouts:
             note = self.chat.parity(case.rollouts[0].prompt)
-        return report_case(case, scored_tokens, engine=self._ask_engine(scored_tokens), note=note)
+        engine = self._ask_engine(scored_tokens)
+        whole = None
+        if self.whole is not None and engine is not None:
+            try:
+                whole = self.whole(scored_tokens)
+            except (ConfigError, EngineError) as error:
+                note = f"{note}{'; ' if note else ''}distributions were not compared: {error}"
+        return report_case(case, scored_tokens, engine=engine, whole=whole, note=note)
 
     def _ask_engine(self, scored: ScoredTokens) -> EngineCheck | None:
         """Let the engine score the first rows that leave one token of its context free."""
@@ -121,7 +132,14 @@ def report_step(
     return report_case(Case(name="step", purpose=purpose, rollouts=tuple(rollouts)), scored_tokens)
 
 
-def report_case(case: Case, scored: ScoredTokens, *, engine: EngineCheck | None = None, note: str = "") -> CaseReport:
+def report_case(
+    case: Case,
+    scored: ScoredTokens,
+    *,
+    engine: EngineCheck | None = None,
+    whole: CaseDistributions | None = None,
+    note: str = "",
+) -> CaseReport:
     """Summarize and judge the scored rows of a case."""
     rollouts = case.trainable
     case_evidence = Evidence(
@@ -130,6 +148,7 @@ def report_case(case: Case, scored: ScoredTokens, *, engine: EngineCheck | None 
         noise=evidence.noise_floor([scored]),
         abs_diff_by_offset=evidence.abs_diff_by_offset(scored),
         engine=engine,
+        whole=whole,
     )
     return CaseReport(
         name=case.name,

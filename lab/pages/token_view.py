@@ -17,7 +17,8 @@ from markupsafe import Markup
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.lab.diagnosis.diagnosis import CaseReport, Diagnosis, conclude
+from lockstep.lab.diagnosis.diagnosis import WHOLE_COLUMNS, CaseReport, Diagnosis, conclude, general
+from lockstep.lab.diagnosis.distributions import CHOICE
 from lockstep.lab.diagnosis.evidence import ScoredTokens
 from lockstep.lab.diagnosis.examiner import report_step
 from lockstep.lab.diagnosis.token_classes import CLASSES
@@ -56,6 +57,10 @@ def token_view(diagnosis: Diagnosis) -> str:
         worst_shown=WORST_SHOWN,
         num_turns=1 + max((turn for case in cases for turn in case.scored.batch.turns_N.tolist()), default=-1),
         note=thumbnails.note,
+        whole=[case for case in cases if case.evidence.whole is not None],
+        choice=CHOICE,
+        columns=WHOLE_COLUMNS,
+        general=general,
         data=script_json({"scale": color_scale(cases), "classes": CLASSES, "rollouts": rollouts, "images": images}),
     )
 

@@ -14,6 +14,8 @@ from lockstep.rollout.models.stored_model import GROUPS
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache on a CPU, the least that its attention takes."""
+EXTENSION = "lockstep.rollout.engine.heard_logits.HeardLogits"
+"""Methods of vLLM's workers for `collective_rpc`."""
 BATCH_TOKENS = 8192
 """Tokens of a batch of the engine, in which it also splits longer prompts on a GPU. vLLM's default is 2,048."""
 RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "hybrid", "conv"})
@@ -43,6 +45,7 @@ def engine_arguments(settings: EngineSettings, *, is_cpu: bool) -> dict[str, Any
         }
     else:
         arguments = {"max_num_batched_tokens": BATCH_TOKENS}
+    arguments["worker_extension_cls"] = EXTENSION
     if settings.adapters is not None:
         arguments |= settings.adapters.arguments()
     if (quantization := settings.quantization) is not None:

@@ -319,6 +319,9 @@ class EmbeddedEngine:
         workers = await self._call(self.llm.compute_weight_checksums(), "compute checksums of the weights")
         return {name: digest for worker in workers for name, digest in worker.items()}
 
+    async def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        return await self._call(self.llm.collective_rpc(method, args=arguments), f"call {method} of its workers")
+
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 

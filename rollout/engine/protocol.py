@@ -211,6 +211,10 @@ class SyncedEngine(PooledEngine, Protocol):
         """Return the SHA-256 of every parameter as the engine holds it (`rollout/weights/checksums.py`)."""
         ...
 
+    async def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `HeardLogits` (`rollout/engine/heard_logits.py`) and return the answer of each worker."""
+        ...
+
 
 class SleepingEngine(SyncedEngine, Protocol):
     """An engine that shares its GPU with the trainer and frees memory while the trainer computes."""

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import torch
 
 from lockstep.rollout.engine.adapters import refuse_adapter
+from lockstep.rollout.engine.arguments import EXTENSION
 from lockstep.rollout.engine.engine_answers import (
     Answer,
     check_prompt,
@@ -86,6 +87,8 @@ class ServerFacts:
     quantization: str | None = None
     max_images: int = 0
     """Most images of a prompt."""
+    hears_logits: bool = False
+    """True if its workers send distributions over the vocabulary (`rollout/engine/heard_logits.py`)."""
     keeps_images: bool = False
     """True if vLLM's own route takes images that it was sent before by their hash."""
 
@@ -146,6 +149,7 @@ class ServerEngine:
         self.takes_adapters = facts.max_rank > 0
         self.quantization = facts.quantization
         self.max_images = facts.max_images
+        self.hears_logits = facts.hears_logits
         self._images = images
         self._kept_images: set[str] | None = set() if facts.keeps_images else None
         """Digests of images that vLLM's own route was sent, and may have kept; None: it keeps none."""
@@ -274,6 +278,17 @@ class ServerEngine:
     async def weight_checksums(self) -> dict[str, str]:
         answer = await self._client.post("/weight_checker", {"action": "checksum"}, timeout_s=self._request_timeout_s)
         return read_checksums(answer, source=self.name)
+
+    async def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        if not self.hears_logits:
+            raise ConfigError(
+                f"{self.name} cannot send distributions: it was started without --worker-extension-cls {EXTENSION}; "
+                "restart it with `lockstep serve-engine`, or set sync.distributions_every=0"
+            )
+        body = {"method": method, "args": arguments}
+        answer = await self._client.post("/collective_rpc", body, timeout_s=self._request_timeout_s, attempts=1)
+        with _malformed_raises(EvidenceError, f"{self.name}: /collective_rpc did not answer with a list"):
+            return list(answer["results"])
 
     async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         await self._update("init_weight_transfer_engine", {"init_info": init_info})
@@ -408,6 +423,7 @@ def read_facts(url: str, described: Any) -> ServerFacts:
             max_rank=integer((config.get("lora_config") or {}).get("max_lora_rank", 0)),
             quantization=None if model.get("quantization") is None else str(model["quantization"]),
             max_images=_max_images(model.get("multimodal_config") or {}),
+            hears_logits=parallel.get("worker_extension_cls") == EXTENSION,
             keeps_images=_keeps_images(model.get("multimodal_config") or {}, parallel),
         )
         normalizes = bool((model.get("multimodal_config") or {}).get("mm_device_do_normalize"))

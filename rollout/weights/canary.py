@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import SyncError
 from lockstep.rollout.records import ImageSpan, PromptIds
 from lockstep.rollout.weights.control_plane import ControlPlane
+
+if TYPE_CHECKING:
+    from lockstep.rollout.weights.distributions import WholeResult, WholeRow
 
 ScoreCanary = Callable[[list[int]], list[float]]
 """The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, without gradients. Called on every rank, as a
@@ -102,6 +105,8 @@ class CanarySettings:
     """None: only the short row is scored."""
     image: ImageRow | None = None
     """None: a run without images. Scored as often as the short row, with its limit."""
+    whole: WholeRow | None = None
+    """None: the distributions over the vocabulary are not compared."""
 
 
 SHORT_ROW = CanarySettings()
@@ -148,10 +153,13 @@ class CanaryResult:
     """None: the long row was not scored."""
     image: float | None = None
     """Largest |Δ log π| of the row with an image; None: there is none."""
+    whole: WholeResult | None = None
+    """None: the distributions over the vocabulary were not compared."""
 
     @property
     def is_wrong(self) -> bool:
-        return not self.short <= self.limit or self.is_image_wrong or (self.long is not None and self.long.is_wrong)
+        further = any(part is not None and part.is_wrong for part in (self.long, self.whole))
+        return not self.short <= self.limit or self.is_image_wrong or further
 
     @property
     def is_image_wrong(self) -> bool:
@@ -168,8 +176,10 @@ class CanaryResult:
                 f"by {self.image:.3g} in a row with an image, expected at most {self.limit:g}, and not in text: it "
                 "computed the image with other weights of the vision tower, or kept its features from older ones"
             )
-        if self.short <= self.limit and self.long is not None:
+        if self.short <= self.limit and self.long is not None and (self.long.is_wrong or self.whole is None):
             return str(self.long)
+        if self.short <= self.limit and self.whole is not None:
+            return str(self.whole)
         return f"by {self.short:.3g}, expected at most {self.limit:g}"
 
 
@@ -182,6 +192,8 @@ class Expected:
     rounding: Tensor = field(default_factory=lambda: torch.empty(0))
     """|Δ log π| of the long row by rounding errors."""
     image: Tensor | None = None
+    whole: tuple[Tensor, Tensor] | None = None
+    """Logits of the short row over the vocabulary, without and with rounding errors."""
 
 
 class Canary:
@@ -213,7 +225,7 @@ class Canary:
         self._is_quantized = is_quantized and not self._is_fixed
         self._measures_floor = self._is_quantized
         """True until the first canary of quantized engines, which sets the threshold of the others."""
-        self.long, self._image = long, settings.image
+        self.long, self._image, self.whole = long, settings.image, settings.whole
         generator = torch.Generator().manual_seed(0)
         long_ids = torch.randint(vocab_size, (long.tokens,), generator=generator).tolist() if long else []
         self._long_ids = [0 if token in avoided else token for token in long_ids]
@@ -222,14 +234,12 @@ class Canary:
         """Score the rows by the trainer; a collective under ZeRO-3. is_long: both rows."""
         short = _scores(self._score, self._ids)
         image = None if self._image is None else _scores(self._image.score, self._image.ids)
+        whole = self.whole.expected(self._ids) if self.whole is not None and self.whole.is_due else None
         if not is_long:
-            return Expected(short=short, image=image)
+            return Expected(short=short, image=image, whole=whole)
         assert self.long is not None
-        long, disturbed_scores = (
-            _scores(self._score, self._long_ids),
-            _scores(self.long.score_disturbed, self._long_ids),
-        )
-        return Expected(short=short, long=long, rounding=(long - disturbed_scores).abs(), image=image)
+        long, disturbed = _scores(self._score, self._long_ids), _scores(self.long.score_disturbed, self._long_ids)
+        return Expected(short=short, long=long, rounding=(long - disturbed).abs(), image=image, whole=whole)
 
     def compare(self, engines: ControlPlane, expected: Expected) -> dict[str, CanaryResult]:
         """Score the rows by this rank's engines, and return their differences by name."""
@@ -242,12 +252,17 @@ class Canary:
         if self._image is not None and expected.image is not None:
             row = self._image
             image = self._differences(engines, row.ids, expected.image, images=row.ids.images, scored=row.scored)
+        whole: Mapping[str, WholeResult] = {}
+        if self.whole is not None and expected.whole is not None:
+            traits: Any = {"dtype": self._dtype, "threshold": self._threshold if self._is_fixed else None}
+            whole = self.whole.compare(engines, self._ids, expected.whole, is_quantized=self._is_quantized, **traits)
         return {
             name: CanaryResult(
                 short=one.max().item(),
                 limit=limit,
                 long=self._medians(long[name], expected.rounding) if name in long else None,
                 image=image[name].max().item() if name in image else None,
+                whole=whole.get(name),
             )
             for name, one in short.items()
             if name in engines.names  # and was not lost since

@@ -22,7 +22,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,6 +70,8 @@ class SyncReport:
     """Accepted median of that stretch."""
     canary_image_diff: float = math.nan
     """Largest |Δ log π| over the row with an image and engines; NaN if it was not scored."""
+    distributions: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the engine whose distribution differs most; empty if none was compared."""
 
     @property
     def gb_per_s(self) -> float:
@@ -91,7 +93,7 @@ class SyncReport:
             "sync/canary_long_limit": self.canary_long_limit,
             "sync/canary_image_diff": self.canary_image_diff,
         }
-        return metrics | {name: value for name, value in canary.items() if not math.isnan(value)}
+        return metrics | {name: value for name, value in canary.items() if not math.isnan(value)} | self.distributions
 
 
 class WeightSync:
@@ -138,23 +140,15 @@ class WeightSync:
         self._is_asleep = False
         self._ranks = _Ranks(deadline_s)
         settings = [
-            (
-                one.name,
-                (one.weight_transfer_backend, one.dtype, one.vocab_size, one.takes_adapters, one.quantization),
-            )
+            (one.name, (one.weight_transfer_backend, one.dtype, one.vocab_size, one.takes_adapters, one.quantization))
             for one in self._roster.engines
         ]
         by_rank = self._ranks.run_phase("describing the engines", lambda: settings)
         self._backend, dtype, vocab_size, takes_adapters, self.quantization = _common_settings(
             [one for rank in by_rank for one in rank]
         )
-        self._canary = score_canary and Canary(
-            score_canary,
-            dtype=dtype,
-            vocab_size=vocab_size,
-            is_quantized=self.quantization is not None,
-            settings=canary,
-        )
+        traits: dict[str, Any] = {"vocab_size": vocab_size, "is_quantized": self.quantization is not None}
+        self._canary = score_canary and Canary(score_canary, dtype=dtype, settings=canary, **traits)
         self._sends_adapters = takes_adapters
 
         check_vllm("weights")  # a run with servers has no engine that checked it
@@ -237,6 +231,7 @@ class WeightSync:
             canary_long_diff=worst[0],
             canary_long_limit=worst[1],
             canary_image_diff=max((one.image for one in results.values() if one.image is not None), default=math.nan),
+            distributions=canary.whole.metrics(results.values()) if canary and canary.whole else {},
         )
 
     def _names(self, *, renewed: bool = False) -> list[str]:
@@ -345,7 +340,8 @@ class WeightSync:
         if self._canary is None:
             return False, False
         is_due, is_long, _ = by_rank[0]  # by the clock of rank 0
-        is_due = is_due or any(is_new for *_, is_new in by_rank)
+        whole = self._canary.whole
+        is_due = (whole is not None and whole.begin()) or is_due or any(is_new for *_, is_new in by_rank)
         return is_due, is_due and is_long and self._canary.long is not None
 
     async def _release(self, engine: SyncedEngine, version: int) -> None:

@@ -458,16 +458,20 @@ def make_sync(
     longest = config.rollout.max_model_len
     row = checked_row(policy, distributed.device, max_model_len=longest, pack_tokens=config.pack_tokens)
     dtype = getattr(torch, config.model.dtype)
-    long_row = LongRow(
-        tokens=row.tokens,
-        distances=row.passed,
-        score_disturbed=partial(updater.logprobs, error=rounding_of(dtype, distributed.device.type)),
-    )
-    image = None
+    rounding = rounding_of(dtype, distributed.device.type)
+    score_disturbed = partial(updater.logprobs, error=rounding)
+    long_row = LongRow(tokens=row.tokens, distances=row.passed, score_disturbed=score_disturbed)
+    image = whole = None
     if images is not None:
         from lockstep.rollout.weights.canary_prompt import image_row  # runs without images do not load it
 
         image = image_row(images, updater.logprobs)
+    if settings.distributions_every:
+        from lockstep.rollout.weights.distributions import WholeRow  # other runs do not load them
+        from lockstep.trainer.model.head.whole_head import whole_scores
+
+        score = partial(whole_scores, policy.causal_lm.get_output_embeddings(), updater.logprobs)
+        whole = WholeRow(every=settings.distributions_every, score=score, rounding=rounding)
     return WeightSync(
         engines=engines,
         sleep_level=sleep_level,
@@ -478,6 +482,7 @@ def make_sync(
             share=CANARY_SHARE.get(distributed.device.type, 1.0) if share is None else share,
             long=long_row if row.tokens > CANARY_TOKENS and marked_layers(policy) else None,
             image=image,
+            whole=whole,
         ),
         pause_mode=config.pause_mode,
         bucket_bytes=int(settings.bucket_mib * 2**20),

@@ -126,6 +126,12 @@ class SyncConfig:
         low=0,
         high=1,
     )
+    distributions_every: int = setting(
+        0,
+        "compare the distributions over the vocabulary of engine and trainer after the first weight sync and every so "
+        "many; 0: never. With 151,936 entries XXX (docs/diagnosis.md)",
+        low=0,
+    )
     timeout_s: float = setting(300.0, "time limit of each phase of a sync, on all ranks [s]", above=0)
     address: str | None = setting(
         None, "address of this machine from which servers fetch the weights; null: the one that reaches them"

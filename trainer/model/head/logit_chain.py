@@ -16,7 +16,7 @@ def statistics(
     tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, sums: Sums, with_entropy: bool, out: torch.Tensor | None = None
 ) -> None:
     """Add a tile of products, which are overwritten, to the sums of its tokens. out: memory for the tile's softmax."""
-    _transform(tiles, tile, z_CK)
+    transform(tiles, tile, z_CK)
     columns, inside = place(sums.target_ids_N[:, None], tile)
     sums.target_logit_N.copy_(torch.where(inside, z_CK.gather(1, columns), sums.target_logit_N[:, None])[:, 0])
     ids_CE, logit_CE = sums.candidate_ids_NE, sums.candidate_logit_NE
@@ -38,7 +38,7 @@ def statistics(
 
 def gradient(tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, rows: Gradients) -> torch.Tensor:
     """Return the gradient of a tile of products, in scratch memory. z_CK: the products, which are overwritten."""
-    slope_CK = _transform(tiles, tile, z_CK, with_slope=True)
+    slope_CK = transform(tiles, tile, z_CK, with_slope=True)
     p_CK, largest_C, exp_sum_C = _softmax(tiles, z_CK)
     of_tile_C = (largest_C - rows.lse_N).exp() * exp_sum_C  # the tile's part of the probability
     if rows.grad_entropy_N is None:
@@ -80,7 +80,7 @@ def _finish(
     return dz_CK if factor == 1 else dz_CK.mul_(factor)
 
 
-def _transform(tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, *, with_slope: bool = False) -> torch.Tensor | None:
+def transform(tiles: LogitTiles, tile: slice, z_CK: torch.Tensor, *, with_slope: bool = False) -> torch.Tensor | None:
     """Turn products into the logits that were sampled from, in place; return the softcap's slope, if any."""
     if (bias_K := tiles.bias(tile)) is not None:
         z_CK.add_(bias_K)

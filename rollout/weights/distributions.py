@@ -1,0 +1,215 @@
+"""Whole distributions of engine and trainer at the same positions: their distance, and the bound of a weight sync.
+
+    KL(p ‖ q) = Σ p (log p - log q) = Σ p (expm1(d) - d), d = log q - log p; p: engine, q: trainer
+
+The second form cancels no digits where the two are close. Rows are normalized in float64 first: an engine's float32
+logprobs sum to 1 ± 1e-7, which alone is a KL of 1e-7 (1e-13 after it).
+
+Judged are medians over the positions: a position whose router rounds to another expert says nothing.
+
+Shape legend: _N positions, _V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lockstep.rollout.engine.heard_logits import hear
+from lockstep.rollout.engine.protocol import SyncedEngine
+from lockstep.rollout.errors import SyncError
+from lockstep.rollout.weights.canary import FLOOR_FACTOR, ROUNDINGS, SMALLEST_MEDIAN, CanaryResult
+from lockstep.rollout.weights.control_plane import ControlPlane
+
+MOST_MOVED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Distances:
+    """Distances of p and q, float64, in nats; NaN where a logit is not finite."""
+
+    kl_N: Tensor
+    """KL(p ‖ q)."""
+    reverse_kl_N: Tensor
+    """KL(q ‖ p)."""
+    tv_N: Tensor
+    """Total variation, ½ Σ |p - q|."""
+    flips_N: Tensor
+    """True where p and q have different most probable tokens."""
+    move_V: Tensor
+    """Median over the positions of |log p - log q| of each token."""
+
+    @property
+    def kl(self) -> float:
+        return self.kl_N.median().item()
+
+    @property
+    def move(self) -> float:
+        return self.move_V.max().item()
+
+
+def distances(engine_logits_NV: Tensor, trainer_logits_NV: Tensor) -> Distances:
+    """Compare two tables of logits, of one shape and at least one position."""
+    rows, moves_NV = [], torch.empty(engine_logits_NV.shape)
+    for n, pair in enumerate(zip(engine_logits_NV, trainer_logits_NV, strict=True)):
+        logp_V, logq_V = (logits_V.double().log_softmax(0) for logits_V in pair)
+        p_V, q_V, d_V = logp_V.exp(), logq_V.exp(), logq_V - logp_V
+        kl, reverse_kl = (p_V * (d_V.expm1() - d_V)).sum(), (q_V * ((-d_V).expm1() + d_V)).sum()
+        rows.append([kl, reverse_kl, (p_V - q_V).abs().sum() / 2, logp_V.argmax() != logq_V.argmax()])
+        moves_NV[n] = d_V.abs()
+    kl_N, reverse_kl_N, tv_N, flips_N = torch.tensor(rows, dtype=torch.float64).T
+    move_V = moves_NV.median(0).values.double()
+    return Distances(kl_N=kl_N, reverse_kl_N=reverse_kl_N, tv_N=tv_N, flips_N=flips_N.bool(), move_V=move_V)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Largest median KL and largest median move of a token that rounding explains [nats]."""
+
+    kl: float
+    move: float
+
+    @classmethod
+    def of(cls, floors: Sequence[Distances], dtype: torch.dtype, factor: float = ROUNDINGS) -> Bound:
+        """Return multiples of measured floors, no less than for the dtype; a KL is of second order in log p."""
+        kl, move = (max(getattr(floor, name) for floor in floors) for name in ("kl", "move"))
+        return cls(
+            kl=max(SMALLEST_MEDIAN[dtype] ** 2 / 2, factor**2 * kl), move=max(SMALLEST_MEDIAN[dtype], factor * move)
+        )
+
+    def excludes(self, found: Distances) -> bool:
+        return not (found.kl <= self.kl and found.move <= self.move)  # negated, so that NaN fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeResult:
+    """Distances of one engine from the trainer, and their bound."""
+
+    found: Distances
+    bound: Bound
+    engine_logits_NV: Tensor
+    trainer_logits_NV: Tensor
+    num_bytes: int
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.bound.excludes(self.found)
+
+    def __str__(self) -> str:
+        found, both = self.found, (self.engine_logits_NV, self.trainer_logits_NV)
+        logp, logq = (logits_NV.double().log_softmax(1) for logits_NV in both)
+        moved = []
+        for token in found.move_V.topk(min(MOST_MOVED, len(found.move_V))).indices.tolist():
+            n = int((logp[:, token] - logq[:, token]).abs().argmax())
+            moved.append(
+                f"{token} (log p {logp[n, token]:.5g} by the engine, {logq[n, token]:.5g} by the trainer at {n + 1})"
+            )
+        return (
+            f"over the whole vocabulary: KL {found.kl:.3g} in the median of {len(found.kl_N)} positions, expected at "
+            f"most {self.bound.kl:.3g}; a token moves by {found.move:.3g}, expected at most {self.bound.move:.3g}; "
+            f"{int(found.flips_N.sum())} most probable tokens differ; ids that move most: {', '.join(moved)}"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        found = self.found
+        numbers = {
+            "kl": found.kl,
+            "kl_limit": self.bound.kl,
+            "kl_max": found.kl_N.max().item(),
+            "kl_reverse": found.reverse_kl_N.median().item(),
+            "tv": found.tv_N.median().item(),
+            "flips": float(found.flips_N.sum()),
+            "move": found.move,
+            "move_limit": self.bound.move,
+            "bytes": float(self.num_bytes),
+        }
+        return {f"sync/distribution_{name}": number for name, number in numbers.items()}
+
+
+@dataclass(kw_only=True)
+class WholeRow:
+    """The short row of a canary, scored over the whole vocabulary after the first sync and every so many."""
+
+    every: int
+    score: Callable[[Sequence[int], float], Tensor]
+    """The trainer's (N, V) logits behind each of the ids but the last, with a relative rounding error of this size in
+    the output of each layer. Called as `ScoreCanary`."""
+    rounding: float
+    """Relative rounding of the engine."""
+    is_due: bool = False
+    seconds: float = 0.0
+    """Cost of the last comparison, on this rank."""
+    _syncs: int = 0
+    _engine_floors: dict[str, Distances] = field(default_factory=dict)
+    """Of each engine with itself, alone and among other requests; of a quantized one its first distance."""
+
+    def begin(self) -> bool:
+        """Count a sync. Returns True if its distributions are compared."""
+        self.is_due = self.is_due or self._syncs % self.every == 0
+        self._syncs += 1
+        return self.is_due
+
+    def expected(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the trainer's logits, and those with rounding errors; a collective under ZeRO-3."""
+        began = time.perf_counter()
+        logits = self.score(ids, 0.0), self.score(ids, self.rounding)
+        self.seconds = time.perf_counter() - began
+        return logits
+
+    def compare(
+        self,
+        engines: ControlPlane,
+        ids: Sequence[int],
+        expected: tuple[Tensor, Tensor],
+        *,
+        dtype: torch.dtype,
+        threshold: float | None,
+        is_quantized: bool,
+    ) -> Mapping[str, WholeResult]:
+        """Compare this rank's engines, by name. threshold: of the canary; None: by the floors."""
+        began = time.perf_counter()
+        trainer, disturbed = expected
+        places = range(len(ids) - 1)
+
+        async def compare(engine: SyncedEngine) -> WholeResult:
+            logits, num_bytes = await hear(engine, ids, places)
+            if logits.shape != trainer.shape:
+                raise SyncError(
+                    f"{engine.name} has logits of {logits.shape[1]} tokens, the trainer of {trainer.shape[1]}; start "
+                    "it with the model at model.path"
+                )
+            found = distances(logits, trainer)
+            bound = Bound(kl=math.inf, move=math.inf)
+            if engine.name not in self._engine_floors:
+                others = (engine.score(list(reversed(ids))[:length]) for length in (len(ids), len(ids) // 2))
+                (again, more), *_ = await asyncio.gather(hear(engine, ids, places), *others)
+                num_bytes += more
+                self._engine_floors[engine.name] = found if is_quantized else distances(again, logits)
+            elif is_quantized:
+                bound = Bound.of([self._engine_floors[engine.name]], dtype, FLOOR_FACTOR)
+            if threshold is not None:
+                bound = Bound(kl=threshold**2 / 2, move=threshold)
+            elif not is_quantized:
+                floor = distances(disturbed.to(logits.dtype), trainer)
+                bound = Bound.of([floor, self._engine_floors[engine.name]], dtype)
+            return WholeResult(
+                found=found, bound=bound, engine_logits_NV=logits, trainer_logits_NV=trainer, num_bytes=num_bytes
+            )
+
+        results = engines.all(compare)
+        self.is_due = False
+        self.seconds += time.perf_counter() - began
+        return dict(zip(engines.names, results, strict=True))
+
+    def metrics(self, results: Iterable[CanaryResult]) -> dict[str, float]:
+        """Return the metrics of the engine that differs most; empty if none was compared."""
+        compared = [one.whole for one in results if one.whole is not None]
+        if not compared:
+            return {}
+        return max(compared, key=lambda one: one.found.kl).metrics() | {"sync/distribution_s": self.seconds}
