@@ -156,12 +156,9 @@ class EmbeddedEngine:
             from lockstep.rollout.engine.image_prompts import ImagePrompts  # engines of text do not load it
 
             self._images = images
-            self._image_prompts = ImagePrompts(
-                images,
-                max_images=settings.max_images,
-                dtype=self.dtype,
-                processor=self.llm.renderer.get_mm_processor(),
-            )
+            processor = self.llm.renderer.get_mm_processor()
+            most = settings.max_images
+            self._image_prompts = ImagePrompts(images, max_images=most, dtype=self.dtype, processor=processor)
 
     def _launch(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -245,9 +245,7 @@ class Canary:
         """Score the rows by this rank's engines, and return their differences by name."""
         short = self._differences(engines, self._ids, expected.short)
         limit = max(QUANTIZED_THRESHOLD, self._threshold) if self._measures_floor else self._threshold
-        long: dict[str, Tensor] = {}
-        if expected.long is not None:
-            long = self._differences(engines, self._long_ids, expected.long)
+        long = {} if expected.long is None else self._differences(engines, self._long_ids, expected.long)
         image: dict[str, Tensor] = {}
         if self._image is not None and expected.image is not None:
             row = self._image

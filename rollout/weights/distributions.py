@@ -146,6 +146,8 @@ class WholeRow:
     seconds: float = 0.0
     """Cost of the last comparison, on this rank."""
     _syncs: int = 0
+    _age: int = 0
+    _last: dict[str, float] = field(default_factory=dict)
     _engine_floors: dict[str, Distances] = field(default_factory=dict)
     """Of each engine with itself, alone and among other requests; of a quantized one its first distance."""
 
@@ -208,8 +210,11 @@ class WholeRow:
         return dict(zip(engines.names, results, strict=True))
 
     def metrics(self, results: Iterable[CanaryResult]) -> dict[str, float]:
-        """Return the metrics of the engine that differs most; empty if none was compared."""
+        """Return the metrics of the last comparison, of the engine that differed most; empty before the first."""
         compared = [one.whole for one in results if one.whole is not None]
-        if not compared:
-            return {}
-        return max(compared, key=lambda one: one.found.kl).metrics() | {"sync/distribution_s": self.seconds}
+        self._age += 1
+        if compared:
+            self._age = 0
+            self._last = max(compared, key=lambda one: one.found.kl).metrics()
+            self._last["sync/distribution_s"] = self.seconds
+        return self._last and {**self._last, "sync/distribution_age": float(self._age)}

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 LONG_SHARE = 0.01
 """Largest share of the time for canaries with the long row, where `CanarySettings.share` is not smaller."""
+CANARY_DIFFERENCES = ("canary_abs_diff", "canary_long_diff", "canary_long_limit", "canary_image_diff")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class SyncReport:
     canary_image_diff: float = math.nan
     """Largest |Δ log π| over the row with an image and engines; NaN if it was not scored."""
     distributions: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the engine whose distribution differs most; empty if none was compared."""
+    """Metrics of the last comparison of distributions; empty if none was made."""
 
     @property
     def gb_per_s(self) -> float:
@@ -79,21 +80,11 @@ class SyncReport:
         return self.bytes / max(self.gather_s + self.transfer_s, 1e-9) / 1e9
 
     def metrics(self) -> dict[str, float]:
-        metrics = {
-            "sync/version": float(self.version),
-            "sync/gather_s": self.gather_s,
-            "sync/transfer_s": self.transfer_s,
-            "sync/pause_s": self.pause_s,
-            "sync/bytes": float(self.bytes),
-            "sync/gb_per_s": self.gb_per_s,
-        }
-        canary = {
-            "sync/canary_abs_diff": self.canary_abs_diff,
-            "sync/canary_long_diff": self.canary_long_diff,
-            "sync/canary_long_limit": self.canary_long_limit,
-            "sync/canary_image_diff": self.canary_image_diff,
-        }
-        return metrics | {name: value for name, value in canary.items() if not math.isnan(value)} | self.distributions
+        times = {"gather_s": self.gather_s, "transfer_s": self.transfer_s, "pause_s": self.pause_s}
+        metrics = {"version": self.version, **times, "bytes": self.bytes, "gb_per_s": self.gb_per_s}
+        canary = {name: getattr(self, name) for name in CANARY_DIFFERENCES}
+        metrics |= {name: value for name, value in canary.items() if not math.isnan(value)}
+        return {f"sync/{name}": float(value) for name, value in metrics.items()} | self.distributions
 
 
 class WeightSync:
@@ -231,7 +222,7 @@ class WeightSync:
             canary_long_diff=worst[0],
             canary_long_limit=worst[1],
             canary_image_diff=max((one.image for one in results.values() if one.image is not None), default=math.nan),
-            distributions=canary.whole.metrics(results.values()) if canary and canary.whole else {},
+            distributions=whole.metrics(results.values()) if (whole := self._canary and self._canary.whole) else {},
         )
 
     def _names(self, *, renewed: bool = False) -> list[str]:
@@ -358,9 +349,7 @@ class WeightSync:
         """Return the differences of this rank's engines. A collective. Raises `SyncError` on every rank if a canary
         failed."""
         phase = self._ranks.run_phase
-        results: dict[str, CanaryResult] = phase(
-            "scoring the canary", lambda: canary.compare(self._engines, expected), own=True
-        )
+        results = phase("scoring the canary", lambda: canary.compare(self._engines, expected), own=True)
         if any(phase("checking the canary", lambda: self._wrong_engines(results))):
             phase("comparing checksums", lambda: self._raise_canary_error(version, results))
         canary.accept(results)
@@ -466,14 +455,8 @@ class WeightSync:
         """Connect by one of vLLM's transports, which has one group for all engines of this rank."""
         from lockstep.rollout.weights.vllm_transport import connect  # others do not load it
 
-        return connect(
-            self._backend,
-            self._engines,
-            self._source,
-            address_for=self._address_for,
-            # vLLM refuses a tensor that is larger than its buffer.
-            buffer_bytes=max(self._bucket_bytes, *self._sizes),
-        )
+        size = max(self._bucket_bytes, *self._sizes)  # vLLM refuses a tensor that is larger than its buffer
+        return connect(self._backend, self._engines, self._source, address_for=self._address_for, buffer_bytes=size)
 
     def _address_for(self, hosts: Sequence[str]) -> str:
         """Return the address where processes on these hosts reach this machine. Raises `ConfigError` without one."""
