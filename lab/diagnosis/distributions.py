@@ -138,7 +138,7 @@ def compare_case(
     batch = replace(scored.batch, rows=(part,), teacher=None)
 
     def by_trainer(error: float) -> Tensor:
-        with whole_logits(policy.causal_lm.get_output_embeddings()) as heard, rounding_errors(policy, error):
+        with whole_logits(policy) as heard, rounding_errors(policy, error):
             score(batch, temperature=1.0)
         return heard[-1]
 

@@ -14,16 +14,20 @@ import base64
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.rollout.engine.repairs.cpu_logprobs import log_softmax
 from lockstep.rollout.errors import EngineError
+from lockstep.rollout.vllm_names import check_vllm
 
 if TYPE_CHECKING:
-    from lockstep.rollout.engine.protocol import SyncedEngine
+    from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from lockstep.rollout.engine.protocol import PooledEngine
     from lockstep.rollout.records import ImageSpan
 
 MAX_TOKENS = 512
@@ -43,7 +47,7 @@ class HeardLogits:
 
     def hear_logits(self) -> None:
         """Keep the hidden states that reach the head, until `heard_logits`."""
-        model: nn.Module = self.get_model()  # type: ignore[attr-defined]
+        model = cast("WorkerBase", self).get_model()
         self._head_states: deque[Tensor] = deque(maxlen=MAX_CALLS)
         keep = self._head_states.append
         heads = [module for name, module in model.named_modules() if name.split(".")[-1] == "logits_processor"]
@@ -59,12 +63,13 @@ class HeardLogits:
         for hook in self._head_hooks:
             hook.remove()
         calls, self._head_states = self._head_states, deque()
+        model = cast("VllmModelForTextGeneration[Tensor]", cast("WorkerBase", self).get_model())
         expected_N, length = torch.tensor(scores), len(scores)
         best, chosen = math.inf, None
         for states in calls:
             for start in range(0, len(states) - length + 1, SPARE_ROWS):
                 part = states[start : start + length + SPARE_ROWS - 1]
-                logits = self.get_model().compute_logits(part)  # type: ignore[attr-defined]
+                logits = model.compute_logits(part)
                 if logits is None:
                     continue
                 logp_RN = log_softmax(logits)[:, torch.tensor(ids[1:], device=logits.device)].cpu()
@@ -79,12 +84,13 @@ class HeardLogits:
 
 
 async def hear(
-    engine: SyncedEngine, ids: Sequence[int], places: Sequence[int], images: Sequence[ImageSpan] = ()
+    engine: PooledEngine, ids: Sequence[int], places: Sequence[int], images: Sequence[ImageSpan] = ()
 ) -> tuple[Tensor, int]:
     """Let an engine score a prompt; return its (places, V) logits behind `ids[:place + 1]`, and the bytes sent.
 
     Logits are those before temperature and masks. Raises `EngineError`.
     """
+    check_vllm("distributions")
     distances = []
     for _ in range(ATTEMPTS):
         await engine.ask_workers("hear_logits")

@@ -150,6 +150,10 @@ class PooledEngine(Engine, Protocol):
     dtype: torch.dtype
     vocab_size: int
 
+    async def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `HeardLogits` (`rollout/engine/heard_logits.py`) and return the answer of each worker."""
+        ...
+
 
 class SyncedEngine(PooledEngine, Protocol):
     """An engine whose weights the trainer replaces (`rollout/weights/sync.py`). Every method raises `EngineError`."""
@@ -209,10 +213,6 @@ class SyncedEngine(PooledEngine, Protocol):
 
     async def weight_checksums(self) -> dict[str, str]:
         """Return the SHA-256 of every parameter as the engine holds it (`rollout/weights/checksums.py`)."""
-        ...
-
-    async def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of `HeardLogits` (`rollout/engine/heard_logits.py`) and return the answer of each worker."""
         ...
 
 

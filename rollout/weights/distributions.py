@@ -190,7 +190,7 @@ class WholeRow:
             bound = Bound(kl=math.inf, move=math.inf)
             if engine.name not in self._engine_floors:
                 others = (engine.score(list(reversed(ids))[:length]) for length in (len(ids), len(ids) // 2))
-                (again, more), *_ = await asyncio.gather(hear(engine, ids, places), *others)
+                (again, more), _ = await asyncio.gather(hear(engine, ids, places), asyncio.gather(*others))
                 num_bytes += more
                 self._engine_floors[engine.name] = found if is_quantized else distances(again, logits)
             elif is_quantized:

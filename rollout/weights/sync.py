@@ -71,7 +71,7 @@ class SyncReport:
     """Accepted median of that stretch."""
     canary_image_diff: float = math.nan
     """Largest |Δ log π| over the row with an image and engines; NaN if it was not scored."""
-    distributions: Mapping[str, float] = field(default_factory=dict)
+    distributions: dict[str, float] = field(default_factory=dict)
     """Metrics of the last comparison of distributions; empty if none was made."""
 
     @property

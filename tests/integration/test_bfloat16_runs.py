@@ -50,11 +50,17 @@ def test_two_ranks_agree_with_the_engine(demo: tuple[str, ...], tmp_path: Path) 
     train(
         *demo, "model.dtype=bfloat16", "updates=2", f"run_root={tmp_path}", "run_name=half", "checkpoint.every=0",
         "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", "logger.print_rollouts_every=0",
+        "sync.distributions_every=1",
         ranks=2, launcher_file="zero3", timeout_s=800,
     )  # fmt: skip
     is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     assert ("Using V2 Model Runner" in (tmp_path / "half/logs/engine.log").read_text()) == is_v2
-    assert_agreement([line for line in metrics(tmp_path / "half") if "reward/mean" in line])
+    lines = [line for line in metrics(tmp_path / "half") if "reward/mean" in line]
+    assert_agreement(lines)
+    for line in lines:
+        assert line["sync/distribution_age"] == 0
+        assert 0 < line["sync/distribution_kl"] < line["sync/distribution_kl_limit"] / 4
+        assert 0 < line["sync/distribution_move"] < line["sync/distribution_move_limit"] / 4
 
 
 def assert_agreement(lines: list[dict[str, float]]) -> None:

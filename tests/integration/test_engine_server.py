@@ -25,13 +25,15 @@ import torch
 
 from lockstep.integrations.gateway.server import Gateway
 from lockstep.rollout.chat.chat import Chat
+from lockstep.rollout.engine.heard_logits import hear
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.rows import rows_from_calls
-from lockstep.rollout.errors import EngineError, SyncError
+from lockstep.rollout.errors import ConfigError, EngineError, SyncError
 from lockstep.rollout.records import FinishReason
 from lockstep.rollout.server.generate_route import ROUTE
 from lockstep.rollout.server.server_engine import GENERATE
+from lockstep.rollout.weights.distributions import distances
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.in_flight import sampled_across_a_sync
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs
@@ -110,6 +112,19 @@ def test_most_probable_tokens_are_those_of_the_trainer(remote: Trained) -> None:
     assert found.top_ids.tolist() == top.indices.tolist()
     assert found.top_logprobs == pytest.approx(top.values.numpy(), abs=1e-4)
     assert found.version == remote.version
+
+
+@pytest.mark.v2
+def test_a_server_sends_whole_distributions(remote: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [*PROMPT, 7, 8, 9, 400, 11]
+    logits, num_bytes = remote.loop.run(hear(remote.engine, ids, range(len(ids) - 1)))
+    with torch.no_grad():
+        expected = remote.model(torch.tensor([ids])).logits[0, :-1]
+    assert distances(logits, expected).kl_N.max() < 1e-10
+    assert num_bytes > logits.numel() * 4
+    monkeypatch.setattr(remote.engine, "hears_logits", False)  # as one that was started by hand
+    with pytest.raises(ConfigError, match=r"without --worker-extension-cls .*restart it with `lockstep serve-engine`"):
+        remote.loop.run(hear(remote.engine, ids, [0]))
 
 
 def test_a_seeded_request_is_the_same_alone_and_in_a_busy_batch(remote: Trained):

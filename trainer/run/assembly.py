@@ -465,7 +465,7 @@ def make_sync(
         from lockstep.rollout.weights.distributions import WholeRow  # other runs do not load them
         from lockstep.trainer.model.head.whole_head import whole_scores
 
-        score = partial(whole_scores, policy.causal_lm.get_output_embeddings(), updater.logprobs)
+        score = partial(whole_scores, policy, updater.logprobs)
         whole = WholeRow(every=settings.distributions_every, score=score, rounding=rounding)
     return WeightSync(
         engines=engines,

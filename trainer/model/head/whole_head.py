@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,17 +13,22 @@ from lockstep.trainer.model.head.fused_head import FusedHead
 from lockstep.trainer.model.head.logit_tiles import IDENTITY, LogitTiles
 from lockstep.trainer.model.layers.autocast import operand_dtype
 
+if TYPE_CHECKING:
+    from lockstep.trainer.model.policy import Policy
+
 
 @contextmanager
-def whole_logits(head: FusedHead) -> Iterator[list[torch.Tensor]]:
-    """Collect the (T, V) logits of the trained tokens of every pass of the head inside the block, on the host.
+def whole_logits(policy: Policy) -> Iterator[list[torch.Tensor]]:
+    """Collect the (T, V) logits of the trained tokens of every pass of the policy inside the block, on the host.
 
     With scale, softcap, bias, autocast and temperature of the pass, and before a sampling support. A pre-hook computes
     them, which DeepSpeed ZeRO-3 runs after it has gathered the head's parameters.
     """
+    head = policy.causal_lm.get_output_embeddings()
+    assert isinstance(head, FusedHead)
     heard: list[torch.Tensor] = []
 
-    def hear(head: torch.nn.Module, args: tuple[torch.Tensor, ...], settings: dict[str, Any]) -> None:
+    def hear(_: object, args: tuple[torch.Tensor, ...], settings: dict[str, Any]) -> None:
         hidden_ND = args[0].detach()
         rounded_to = operand_dtype(hidden_ND, head.weight)
         transform = settings.get("transform", IDENTITY)
@@ -46,9 +51,9 @@ def whole_logits(head: FusedHead) -> Iterator[list[torch.Tensor]]:
 
 
 def whole_scores(
-    head: FusedHead, score: Callable[[Sequence[int], float], object], ids: Sequence[int], error: float
+    policy: Policy, score: Callable[[Sequence[int], float], object], ids: Sequence[int], error: float
 ) -> torch.Tensor:
-    """Return the (N, V) logits behind each of the ids but the last. score: passes through the head (ids, error)."""
-    with whole_logits(head) as heard:
+    """Return the (N, V) logits behind each of the ids but the last. score: runs the policy (ids, error)."""
+    with whole_logits(policy) as heard:
         score(ids, error)
     return heard[-1]

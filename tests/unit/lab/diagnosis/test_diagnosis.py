@@ -65,7 +65,7 @@ class TestJson:
             *("name", "purpose", "note", "verdict", "cause", "explanation", "rollouts", "failed_rollouts", "rows"),
             *("sampled_tokens", "trained_tokens", "match_rate", "id_match_rate", "coverage", "pearson"),
             *("kl_v1_unforced", "kl_v2_unforced", "forced_token_ratio", "ess", "noise_floor", "by_class", "by_turn"),
-            *("abs_diff_by_offset", "engine_check", "worst"),
+            *("abs_diff_by_offset", "engine_check", "distributions", "worst"),
         }
         assert case["by_turn"].keys() == {"0", "1"}
         assert case["by_turn"]["0"].keys() == {"tokens", "kl_v1", "kl_v2"}
