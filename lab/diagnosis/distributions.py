@@ -18,6 +18,7 @@ from lockstep.lab.diagnosis.evidence import ScoredTokens
 from lockstep.rollout.engine.heard_logits import MAX_TOKENS, hear
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.records import TrainingRow
+from lockstep.rollout.vllm_names import check_vllm
 from lockstep.rollout.weights.distributions import Bound, Distances, distances
 from lockstep.trainer.model.head.whole_head import whole_logits
 from lockstep.trainer.model.policy import Policy
@@ -39,28 +40,28 @@ class CaseDistributions:
 
     rollout_id: int
     positions: tuple[int, ...]
-    """Of the tokens that they predict."""
+    """Places in the row of the tokens that are predicted."""
     ids: tuple[int, ...]
     """Those tokens."""
     engine_nV: Tensor
     """log p, float64."""
     trainer_nV: Tensor
-    found: Distances
+    distance: Distances
     bound: Bound | None
     """None: the engine computes with quantized weights, and may differ."""
     num_bytes: int
 
     @property
     def is_wrong(self) -> bool:
-        return self.bound is not None and self.bound.excludes(self.found)
+        return self.bound is not None and self.bound.excludes(self.distance)
 
     @property
     def explanation(self) -> str:
         assert self.bound is not None
         return (
-            f"the distributions over the vocabulary differ: KL {self.found.kl:.2g} in the median of "
+            f"the distributions over the vocabulary differ: KL {self.distance.kl:.2g} in the median of "
             f"{len(self.positions)} positions, rounding explains {self.bound.kl:.2g}; log p of token "
-            f"{self.moved[0]['token_id']} by {self.found.move:.2g}, rounding explains {self.bound.move:.2g}"
+            f"{self.moved[0]['token_id']} by {self.distance.move:.2g}, rounding explains {self.bound.move:.2g}"
         )
 
     @property
@@ -69,7 +70,7 @@ class CaseDistributions:
         difference_nV = (self.engine_nV - self.trainer_nV).abs()
         return [
             self._token(int(difference_nV[:, token].argmax()), token)
-            for token in self.found.move_V.topk(min(MOVED, len(self.found.move_V))).indices.tolist()
+            for token in self.distance.move_V.topk(min(MOVED, len(self.distance.move_V))).indices.tolist()
         ]
 
     def _token(self, n: int, token: int) -> dict[str, Any]:
@@ -77,15 +78,15 @@ class CaseDistributions:
         return {"token_id": token, "position": self.positions[n]} | {k: _finite(v) for k, v in numbers.items()}
 
     def numbers(self) -> dict[str, float | None]:
-        found, bound = self.found, self.bound
+        distance, bound = self.distance, self.bound
         values = {
-            "kl": found.kl,
+            "kl": distance.kl,
             "kl_limit": math.nan if bound is None else bound.kl,
-            "kl_max": found.kl_N.max(),
-            "kl_reverse": found.reverse_kl_N.median(),
-            "tv": found.tv_N.median(),
-            "flips": found.flips_N.sum(),
-            "move": found.move,
+            "kl_max": distance.kl_N.max(),
+            "kl_reverse": distance.reverse_kl_N.median(),
+            "tv": distance.tv_N.median(),
+            "flips": distance.flips_N.sum(),
+            "move": distance.move,
             "move_limit": math.nan if bound is None else bound.move,
         }
         return {name: _finite(value) for name, value in values.items()}
@@ -101,9 +102,9 @@ class CaseDistributions:
             {
                 "position": position,
                 "token_id": self.ids[n],
-                "kl": _finite(self.found.kl_N[n]),
-                "kl_reverse": _finite(self.found.reverse_kl_N[n]),
-                "tv": _finite(self.found.tv_N[n]),
+                "kl": _finite(self.distance.kl_N[n]),
+                "kl_reverse": _finite(self.distance.reverse_kl_N[n]),
+                "tv": _finite(self.distance.tv_N[n]),
                 "top_engine": int(self.engine_nV[n].argmax()),
                 "top_trainer": int(self.trainer_nV[n].argmax()),
                 "moved": [
@@ -131,6 +132,7 @@ def compare_case(
 
     Raises `EngineError` if the engine cannot send them.
     """
+    check_vllm("distributions")
     row, positions = choose(scored, limit=min(MAX_TOKENS, engine.max_model_len - 1))
     if not positions:
         return None
@@ -153,7 +155,7 @@ def compare_case(
         ids=tuple(part.ids[list(positions)].tolist()),
         engine_nV=logits.double().log_softmax(1),
         trainer_nV=trainer.double().log_softmax(1),
-        found=distances(logits, trainer),
+        distance=distances(logits, trainer),
         bound=None if is_quantized else Bound.of([floor], dtype),
         num_bytes=num_bytes,
     )
@@ -168,8 +170,8 @@ def choose(scored: ScoredTokens, *, limit: int) -> tuple[TrainingRow, tuple[int,
     is_own = (scored.row_N == index) & (size_N >= 0)
     positions, sizes = scored.position_N[is_own], size_N[is_own]
     spread = torch.linspace(0, len(positions) - 1, min(SPREAD, len(positions))).long()
-    chosen = {*sizes.argsort(descending=True, stable=True)[:WORST].tolist(), *spread.tolist()}
-    return scored.batch.rows[index], tuple(positions[sorted(chosen)].tolist())
+    indices = {*sizes.argsort(descending=True, stable=True)[:WORST].tolist(), *spread.tolist()}
+    return scored.batch.rows[index], tuple(positions[sorted(indices)].tolist())
 
 
 def prefix(row: TrainingRow, positions: Sequence[int]) -> TrainingRow:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lockstep.rollout.engine.repairs.cpu_logprobs import log_softmax
 from lockstep.rollout.errors import EngineError
-from lockstep.rollout.vllm_names import check_vllm
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
@@ -65,7 +64,7 @@ class HeardLogits:
         calls, self._head_states = self._head_states, deque()
         model = cast("VllmModelForTextGeneration[Tensor]", cast("WorkerBase", self).get_model())
         expected_N, length = torch.tensor(scores), len(scores)
-        best, chosen = math.inf, None
+        best, rows = math.inf, None
         for states in calls:
             for start in range(0, len(states) - length + 1, SPARE_ROWS):
                 part = states[start : start + length + SPARE_ROWS - 1]
@@ -76,11 +75,11 @@ class HeardLogits:
                 for first in range(len(part) - length + 1):
                     distance = (logp_RN[first : first + length].diagonal() - expected_N).abs().max().item()
                     if distance < best:
-                        best, chosen = distance, logits[[first + place for place in places]].cpu()
-        if chosen is None:
+                        best, rows = distance, logits[[first + place for place in places]].cpu()
+        if rows is None:
             return None
-        raw = base64.b64encode(chosen.contiguous().view(torch.uint8).numpy().tobytes()).decode()
-        return [best, str(chosen.dtype).removeprefix("torch."), list(chosen.shape), raw]
+        raw = base64.b64encode(rows.contiguous().view(torch.uint8).numpy().tobytes()).decode()
+        return [best, str(rows.dtype).removeprefix("torch."), list(rows.shape), raw]
 
 
 async def hear(
@@ -90,7 +89,6 @@ async def hear(
 
     Logits are those before temperature and masks. Raises `EngineError`.
     """
-    check_vllm("distributions")
     distances = []
     for _ in range(ATTEMPTS):
         await engine.ask_workers("hear_logits")
@@ -103,8 +101,10 @@ async def hear(
                     logits = torch.frombuffer(bytearray(base64.b64decode(raw)), dtype=dtype).view(shape)
                     return logits, len(raw)
                 distances.append(distance)
-    found = f"the nearest are {min(distances):.2g} away, expected at most 1e-3" if distances else "no logits were heard"
+    nearest = (
+        f"the nearest are {min(distances):.2g} away, expected at most 1e-3" if distances else "no logits were heard"
+    )
     raise EngineError(
         f"{engine.name}: none of the logits of its head belong to the prompt that it scored, in {ATTEMPTS} attempts "
-        f"({found}); set sync.distributions_every=0, or use one engine per address"
+        f"({nearest}); set sync.distributions_every=0, or use one engine per address"
     )

@@ -83,15 +83,15 @@ class Bound:
             kl=max(SMALLEST_MEDIAN[dtype] ** 2 / 2, factor**2 * kl), move=max(SMALLEST_MEDIAN[dtype], factor * move)
         )
 
-    def excludes(self, found: Distances) -> bool:
-        return not (found.kl <= self.kl and found.move <= self.move)  # negated, so that NaN fails
+    def excludes(self, distance: Distances) -> bool:
+        return not (distance.kl <= self.kl and distance.move <= self.move)  # negated, so that NaN fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WholeResult:
     """Distances of one engine from the trainer, and their bound."""
 
-    found: Distances
+    distance: Distances
     bound: Bound
     engine_logits_NV: Tensor
     trainer_logits_NV: Tensor
@@ -99,33 +99,33 @@ class WholeResult:
 
     @property
     def is_wrong(self) -> bool:
-        return self.bound.excludes(self.found)
+        return self.bound.excludes(self.distance)
 
     def __str__(self) -> str:
-        found, both = self.found, (self.engine_logits_NV, self.trainer_logits_NV)
+        distance, both = self.distance, (self.engine_logits_NV, self.trainer_logits_NV)
         logp, logq = (logits_NV.double().log_softmax(1) for logits_NV in both)
         moved = []
-        for token in found.move_V.topk(min(MOST_MOVED, len(found.move_V))).indices.tolist():
+        for token in distance.move_V.topk(min(MOST_MOVED, len(distance.move_V))).indices.tolist():
             n = int((logp[:, token] - logq[:, token]).abs().argmax())
             moved.append(
                 f"{token} (log p {logp[n, token]:.5g} by the engine, {logq[n, token]:.5g} by the trainer at {n + 1})"
             )
         return (
-            f"over the whole vocabulary: KL {found.kl:.3g} in the median of {len(found.kl_N)} positions, expected at "
-            f"most {self.bound.kl:.3g}; a token moves by {found.move:.3g}, expected at most {self.bound.move:.3g}; "
-            f"{int(found.flips_N.sum())} most probable tokens differ; ids that move most: {', '.join(moved)}"
+            f"over the whole vocabulary: KL {distance.kl:.3g} in the median of {len(distance.kl_N)} positions, expected "
+            f"at most {self.bound.kl:.3g}; a token moves by {distance.move:.3g}, expected at most {self.bound.move:.3g}; "
+            f"{int(distance.flips_N.sum())} most probable tokens differ; ids that move most: {', '.join(moved)}"
         )
 
     def metrics(self) -> dict[str, float]:
-        found = self.found
+        distance = self.distance
         numbers = {
-            "kl": found.kl,
+            "kl": distance.kl,
             "kl_limit": self.bound.kl,
-            "kl_max": found.kl_N.max().item(),
-            "kl_reverse": found.reverse_kl_N.median().item(),
-            "tv": found.tv_N.median().item(),
-            "flips": float(found.flips_N.sum()),
-            "move": found.move,
+            "kl_max": distance.kl_N.max().item(),
+            "kl_reverse": distance.reverse_kl_N.median().item(),
+            "tv": distance.tv_N.median().item(),
+            "flips": float(distance.flips_N.sum()),
+            "move": distance.move,
             "move_limit": self.bound.move,
             "bytes": float(self.num_bytes),
         }
@@ -134,7 +134,7 @@ class WholeResult:
 
 @dataclass(kw_only=True)
 class WholeRow:
-    """The short row of a canary, scored over the whole vocabulary after the first sync and every so many."""
+    """The short row of a canary, scored over the whole vocabulary after the first of every `every` syncs."""
 
     every: int
     score: Callable[[Sequence[int], float], Tensor]
@@ -149,7 +149,7 @@ class WholeRow:
     _age: int = 0
     _last: dict[str, float] = field(default_factory=dict)
     _engine_floors: dict[str, Distances] = field(default_factory=dict)
-    """Of each engine with itself, alone and among other requests; of a quantized one its first distance."""
+    """By engine: its distance from itself, alone and among other requests; its first one if it is quantized."""
 
     def begin(self) -> bool:
         """Count a sync. Returns True if its distributions are compared."""
@@ -186,13 +186,13 @@ class WholeRow:
                     f"{engine.name} has logits of {logits.shape[1]} tokens, the trainer of {trainer.shape[1]}; start "
                     "it with the model at model.path"
                 )
-            found = distances(logits, trainer)
+            distance = distances(logits, trainer)
             bound = Bound(kl=math.inf, move=math.inf)
             if engine.name not in self._engine_floors:
                 others = (engine.score(list(reversed(ids))[:length]) for length in (len(ids), len(ids) // 2))
                 (again, more), _ = await asyncio.gather(hear(engine, ids, places), asyncio.gather(*others))
                 num_bytes += more
-                self._engine_floors[engine.name] = found if is_quantized else distances(again, logits)
+                self._engine_floors[engine.name] = distance if is_quantized else distances(again, logits)
             elif is_quantized:
                 bound = Bound.of([self._engine_floors[engine.name]], dtype, FLOOR_FACTOR)
             if threshold is not None:
@@ -201,7 +201,7 @@ class WholeRow:
                 floor = distances(disturbed.to(logits.dtype), trainer)
                 bound = Bound.of([floor, self._engine_floors[engine.name]], dtype)
             return WholeResult(
-                found=found, bound=bound, engine_logits_NV=logits, trainer_logits_NV=trainer, num_bytes=num_bytes
+                distance=distance, bound=bound, engine_logits_NV=logits, trainer_logits_NV=trainer, num_bytes=num_bytes
             )
 
         results = engines.all(compare)
@@ -215,6 +215,6 @@ class WholeRow:
         self._age += 1
         if compared:
             self._age = 0
-            self._last = max(compared, key=lambda one: one.found.kl).metrics()
+            self._last = max(compared, key=lambda one: one.distance.kl).metrics()
             self._last["sync/distribution_s"] = self.seconds
         return self._last and {**self._last, "sync/distribution_age": float(self._age)}

@@ -142,7 +142,8 @@ class WeightSync:
         self._canary = score_canary and Canary(score_canary, dtype=dtype, settings=canary, **traits)
         self._sends_adapters = takes_adapters
 
-        check_vllm("weights")  # a run with servers has no engine that checked it
+        # A run with servers has no engine that checked it.
+        check_vllm("weights", *(["distributions"] if canary.whole else []))
         from lockstep.rollout.weights.source import ZeroSource
 
         readers = [rank for rank, traits in enumerate(by_rank) if traits]

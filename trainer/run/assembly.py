@@ -399,8 +399,8 @@ class Assembly:
             from lockstep.trainer.model.layers.vision import image_source
 
             self._image_source = image_source(policy.causal_lm.config, self._images.prepared)
-        given = [demonstrations] if demonstrations else []
-        updater = Updater(prepared_module, distributed, config, given=given, images=self._image_source)
+        others = [demonstrations] if demonstrations else []
+        updater = Updater(prepared_module, distributed, config, given=others, images=self._image_source)
         updater.scorer.budget.warn = console.warn
         dtype = getattr(torch, config.model.dtype)
         longest = config.rollout.max_model_len

@@ -128,8 +128,8 @@ class SyncConfig:
     )
     distributions_every: int = setting(
         0,
-        "compare the distributions over the vocabulary of engine and trainer after the first weight sync and every so "
-        "many; 0: never. With 151,936 entries XXX (docs/diagnosis.md)",
+        "syncs from one comparison of the engines' and the trainer's whole distributions to the next, and one at the "
+        "start; 0: none. Each sends 19 MB and takes 2 s of a CPU core at a vocabulary of 151,936 (docs/diagnosis.md)",
         low=0,
     )
     timeout_s: float = setting(300.0, "time limit of each phase of a sync, on all ranks [s]", above=0)

@@ -43,7 +43,7 @@ def compared(logits_nV: Tensor, other_nV: Tensor, *, bound: Bound | None) -> Cas
         ids=tuple(range(n)),
         engine_nV=logits_nV.double().log_softmax(1),
         trainer_nV=other_nV.double().log_softmax(1),
-        found=distances(logits_nV, other_nV),
+        distance=distances(logits_nV, other_nV),
         bound=bound,
         num_bytes=4 * n * VOCAB,
     )

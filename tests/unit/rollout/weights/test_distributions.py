@@ -19,7 +19,7 @@ from lockstep.rollout.weights.distributions import Bound, WholeRow, distances
 
 VOCAB, ROWS = 1000, 23
 TOKEN = 512
-"""Of no row of a canary."""
+"""An id that the canary has not."""
 
 
 def logits(seed: int = 0, rows: int = ROWS) -> Tensor:
@@ -45,7 +45,7 @@ def test_a_small_kl_keeps_its_digits() -> None:
     torch.testing.assert_close(distances(table, table + d).kl_N, second_order, rtol=1e-2, atol=0)
 
 
-def test_the_same_constant_on_all_logits_is_no_difference() -> None:
+def test_the_same_constant_on_all_logits_makes_equal_distributions() -> None:
     found = distances(logits(), logits().double() + 3)
     assert found.kl_N.abs().max() < 1e-15
     assert found.move < 1e-6
