@@ -91,7 +91,7 @@ def judge(evidence: Evidence) -> Finding:
     if not evidence.match.is_exact:
         severity = Severity.CRITICAL
     if severity is Severity.OK:
-        if evidence.whole is None or not evidence.whole.is_wrong:
+        if evidence.whole is None or not evidence.whole.whole.is_wrong:
             return OK
         explanation = f"log p of the sampled tokens agree, but {evidence.whole.explanation}"
         return Finding(severity=Severity.WARNING, cause=Cause.UNKNOWN, explanation=explanation)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.lab.diagnosis.causes import CRITICAL_KL, OK, WARNING_KL, Cause, Finding, Severity
-from lockstep.lab.diagnosis.distributions import CHOICE
+from lockstep.lab.diagnosis.distributions import CHOICE, finite
 from lockstep.lab.diagnosis.evidence import Evidence, ScoredTokens, by_class, by_turn, noise_floor, worst_positions
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -175,8 +175,8 @@ def print_distributions(cases: Sequence[CaseReport], console: Console) -> None:
         return
     table = _table("case", right=("positions", *WHOLE_COLUMNS.values()))
     for case, whole in compared:
-        numbers = whole.numbers()
-        table.add_row(case.name, str(len(whole.positions)), *(general(numbers[name]) for name in WHOLE_COLUMNS))
+        numbers = whole.whole.numbers()
+        table.add_row(case.name, str(len(whole.positions)), *(general(finite(numbers[name])) for name in WHOLE_COLUMNS))
     console.print(f"\n[bold]distributions[/bold]  [dim]{CHOICE}[/dim]")
     console.print(table)
     for case, whole in compared:

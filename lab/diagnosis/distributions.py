@@ -19,15 +19,13 @@ from lockstep.rollout.engine.heard_logits import MAX_TOKENS, hear
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.records import TrainingRow
 from lockstep.rollout.vllm_names import check_vllm
-from lockstep.rollout.weights.distributions import Bound, Distances, distances
+from lockstep.rollout.weights.distributions import MOST_MOVED, Bound, WholeResult, distances
 from lockstep.trainer.model.head.whole_head import whole_logits
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks.rounding import rounding_errors, rounding_of
 
 WORST, SPREAD = 8, 8
 """Positions with the largest |Δ log π| of the sampled token, and evenly spaced ones, of one row per case."""
-MOVED = 3
-"""Tokens named at a position, and for a case."""
 CHOICE = (
     f"temperature 1, before masks; per case the row with the largest |Δ log π|, within its first {MAX_TOKENS} tokens: "
     f"its {WORST} worst positions and {SPREAD} evenly spaced"
@@ -36,87 +34,51 @@ CHOICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CaseDistributions:
-    """Distributions at n positions of one row, and their distances."""
+    """Distributions at n positions of one row."""
 
     rollout_id: int
     positions: tuple[int, ...]
     """Places in the row of the tokens that are predicted."""
     ids: tuple[int, ...]
     """Those tokens."""
-    engine_nV: Tensor
-    """log p, float64."""
-    trainer_nV: Tensor
-    distance: Distances
-    bound: Bound | None
-    """None: the engine computes with quantized weights, and may differ."""
-    num_bytes: int
-
-    @property
-    def is_wrong(self) -> bool:
-        return self.bound is not None and self.bound.excludes(self.distance)
+    whole: WholeResult
 
     @property
     def explanation(self) -> str:
-        assert self.bound is not None
+        numbers = {name: f"{number:.2g}" for name, number in self.whole.numbers().items()}
         return (
-            f"the distributions over the vocabulary differ: KL {self.distance.kl:.2g} in the median of "
-            f"{len(self.positions)} positions, rounding explains {self.bound.kl:.2g}; log p of token "
-            f"{self.moved[0]['token_id']} by {self.distance.move:.2g}, rounding explains {self.bound.move:.2g}"
-        )
+            "the distributions over the vocabulary differ: KL {kl} in the median, rounding explains {kl_limit}; log p "
+            "of token {token} by {move}, rounding explains {move_limit}"
+        ).format(token=self.moved[0]["token_id"], **numbers)
 
     @property
     def moved(self) -> list[dict[str, Any]]:
         """Tokens whose log p differs most in the median of the positions, where it differs most."""
-        difference_nV = (self.engine_nV - self.trainer_nV).abs()
-        return [
-            self._token(int(difference_nV[:, token].argmax()), token)
-            for token in self.distance.move_V.topk(min(MOVED, len(self.distance.move_V))).indices.tolist()
-        ]
+        return [self._token(*one) for one in self.whole.moved()]
 
-    def _token(self, n: int, token: int) -> dict[str, Any]:
-        numbers = {"logp_engine": self.engine_nV[n, token], "logp_trainer": self.trainer_nV[n, token]}
-        return {"token_id": token, "position": self.positions[n]} | {k: _finite(v) for k, v in numbers.items()}
-
-    def numbers(self) -> dict[str, float | None]:
-        distance, bound = self.distance, self.bound
-        values = {
-            "kl": distance.kl,
-            "kl_limit": math.nan if bound is None else bound.kl,
-            "kl_max": distance.kl_N.max(),
-            "kl_reverse": distance.reverse_kl_N.median(),
-            "tv": distance.tv_N.median(),
-            "flips": distance.flips_N.sum(),
-            "move": distance.move,
-            "move_limit": math.nan if bound is None else bound.move,
-        }
-        return {name: _finite(value) for name, value in values.items()}
+    def _token(self, n: int, token: int, logp: float, logq: float) -> dict[str, Any]:
+        place = {"token_id": token, "position": self.positions[n]}
+        return place | {"logp_engine": finite(logp), "logp_trainer": finite(logq)}
 
     def to_json(self, text: Callable[[int], str]) -> dict[str, Any]:
         """Return all numbers; those that are not finite are None. text: of a token."""
 
-        def with_text(token: dict[str, Any]) -> dict[str, Any]:
-            return token | {"text": text(token["token_id"])}
+        def with_text(tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [token | {"text": text(token["token_id"])} for token in tokens]
 
-        mass_nV = (self.engine_nV.exp() - self.trainer_nV.exp()).abs()
-        rows = [
-            {
-                "position": position,
-                "token_id": self.ids[n],
-                "kl": _finite(self.distance.kl_N[n]),
-                "kl_reverse": _finite(self.distance.reverse_kl_N[n]),
-                "tv": _finite(self.distance.tv_N[n]),
-                "top_engine": int(self.engine_nV[n].argmax()),
-                "top_trainer": int(self.trainer_nV[n].argmax()),
-                "moved": [
-                    with_text(self._token(n, token))
-                    for token in mass_nV[n].topk(min(MOVED, mass_nV.shape[1])).indices.tolist()
-                ],
-            }
-            for n, position in enumerate(self.positions)
-        ]
-        moved = [with_text(token) for token in self.moved]
-        about = {"rollout_id": self.rollout_id, "choice": CHOICE, "bytes": self.num_bytes}
-        return about | self.numbers() | {"moved": moved, "positions": rows}
+        (logp_nV, logq_nV), distance = self.whole.logprobs(), self.whole.distance
+        mass_nV = (logp_nV.exp() - logq_nV.exp()).abs()
+        rows = []
+        for n, position in enumerate(self.positions):
+            tokens = mass_nV[n].topk(min(MOST_MOVED, mass_nV.shape[1])).indices.tolist()
+            row = {"kl": distance.kl_N[n], "kl_reverse": distance.reverse_kl_N[n], "tv": distance.tv_N[n]}
+            moved = [self._token(n, token, logp_nV[n, token].item(), logq_nV[n, token].item()) for token in tokens]
+            tops = {"top_engine": int(logp_nV[n].argmax()), "top_trainer": int(logq_nV[n].argmax())}
+            place = {"position": position, "token_id": self.ids[n]}
+            rows.append(place | {k: finite(v) for k, v in row.items()} | tops | {"moved": with_text(moved)})
+        numbers = {name: finite(number) for name, number in self.whole.numbers().items()}
+        about = {"rollout_id": self.rollout_id, "choice": CHOICE}
+        return about | numbers | {"moved": with_text(self.moved), "positions": rows}
 
 
 def compare_case(
@@ -148,17 +110,11 @@ def compare_case(
     disturbed = by_trainer(rounding_of(dtype, next(policy.parameters()).device.type))
     places = [position - 1 for position in positions]
     logits, num_bytes = engine.loop.run(hear(engine.members[0], part.ids.tolist(), places, part.images))
-    floor = distances(disturbed.to(logits.dtype), trainer)
-    return CaseDistributions(
-        rollout_id=row.rollout_id,
-        positions=positions,
-        ids=tuple(part.ids[list(positions)].tolist()),
-        engine_nV=logits.double().log_softmax(1),
-        trainer_nV=trainer.double().log_softmax(1),
-        distance=distances(logits, trainer),
-        bound=None if is_quantized else Bound.of([floor], dtype),
-        num_bytes=num_bytes,
-    )
+    bound = None if is_quantized else Bound.of([distances(disturbed.to(logits.dtype), trainer)], dtype)
+    both = {"engine_NV": logits, "trainer_NV": trainer}
+    whole = WholeResult(**both, distance=distances(logits, trainer), bound=bound, num_bytes=num_bytes)
+    ids = tuple(part.ids[list(positions)].tolist())
+    return CaseDistributions(rollout_id=row.rollout_id, positions=positions, ids=ids, whole=whole)
 
 
 def choose(scored: ScoredTokens, *, limit: int) -> tuple[TrainingRow, tuple[int, ...]]:
@@ -188,5 +144,5 @@ def prefix(row: TrainingRow, positions: Sequence[int]) -> TrainingRow:
     )
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None

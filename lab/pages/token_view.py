@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.lab.diagnosis.diagnosis import WHOLE_COLUMNS, CaseReport, Diagnosis, conclude, general
-from lockstep.lab.diagnosis.distributions import CHOICE
+from lockstep.lab.diagnosis.distributions import CHOICE, finite
 from lockstep.lab.diagnosis.evidence import ScoredTokens
 from lockstep.lab.diagnosis.examiner import report_step
 from lockstep.lab.diagnosis.token_classes import CLASSES
@@ -61,6 +61,7 @@ def token_view(diagnosis: Diagnosis) -> str:
         choice=CHOICE,
         columns=WHOLE_COLUMNS,
         general=general,
+        finite=finite,
         data=script_json({"scale": color_scale(cases), "classes": CLASSES, "rollouts": rollouts, "images": images}),
     )
 

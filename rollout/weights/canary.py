@@ -176,10 +176,9 @@ class CanaryResult:
                 f"by {self.image:.3g} in a row with an image, expected at most {self.limit:g}, and not in text: it "
                 "computed the image with other weights of the vision tower, or kept its features from older ones"
             )
-        if self.short <= self.limit and self.long is not None and (self.long.is_wrong or self.whole is None):
-            return str(self.long)
-        if self.short <= self.limit and self.whole is not None:
-            return str(self.whole)
+        parts = [part for part in (self.long, self.whole) if part is not None]
+        if self.short <= self.limit and parts:
+            return str(next((part for part in parts if part.is_wrong), parts[0]))
         return f"by {self.short:.3g}, expected at most {self.limit:g}"
 
 
@@ -275,9 +274,8 @@ class Canary:
 
     def _medians(self, differences: Tensor, rounding: Tensor) -> Medians:
         assert self.long is not None
-        medians, roundings = (
-            [part.median().item() for part in one.split(self.long.stretches)] for one in (differences, rounding)
-        )
+        parts = (one.split(self.long.stretches) for one in (differences, rounding))
+        medians, roundings = ([part.median().item() for part in one] for one in parts)
         limits = [max(SMALLEST_MEDIAN[self._dtype], ROUNDINGS * one) for one in roundings]
         if self._is_quantized:
             limits = [max(limit, FLOOR_FACTOR * medians[0]) for limit in limits]

@@ -89,47 +89,55 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WholeResult:
-    """Distances of one engine from the trainer, and their bound."""
+    """Logits of an engine and the trainer, their distance, and its bound."""
 
+    engine_NV: Tensor
+    trainer_NV: Tensor
     distance: Distances
-    bound: Bound
-    engine_logits_NV: Tensor
-    trainer_logits_NV: Tensor
+    bound: Bound | None
+    """None: an engine with quantized weights may differ."""
     num_bytes: int
 
     @property
     def is_wrong(self) -> bool:
-        return self.bound.excludes(self.distance)
+        return self.bound is not None and self.bound.excludes(self.distance)
 
-    def __str__(self) -> str:
-        distance, both = self.distance, (self.engine_logits_NV, self.trainer_logits_NV)
-        logp, logq = (logits_NV.double().log_softmax(1) for logits_NV in both)
-        moved = []
-        for token in distance.move_V.topk(min(MOST_MOVED, len(distance.move_V))).indices.tolist():
-            n = int((logp[:, token] - logq[:, token]).abs().argmax())
-            moved.append(
-                f"{token} (log p {logp[n, token]:.5g} by the engine, {logq[n, token]:.5g} by the trainer at {n + 1})"
-            )
-        return (
-            f"over the whole vocabulary: KL {distance.kl:.3g} in the median of {len(distance.kl_N)} positions, expected "
-            f"at most {self.bound.kl:.3g}; a token moves by {distance.move:.3g}, expected at most {self.bound.move:.3g}; "
-            f"{int(distance.flips_N.sum())} most probable tokens differ; ids that move most: {', '.join(moved)}"
-        )
+    def logprobs(self) -> tuple[Tensor, Tensor]:
+        """Return log p and log q of all tokens, (N, V) float64."""
+        return self.engine_NV.double().log_softmax(1), self.trainer_NV.double().log_softmax(1)
 
-    def metrics(self) -> dict[str, float]:
+    def moved(self) -> list[tuple[int, int, float, float]]:
+        """Return the tokens that move most: position, where it moves most, token, log p and log q there."""
+        logp_NV, logq_NV = self.logprobs()
+        tokens = self.distance.move_V.topk(min(MOST_MOVED, len(self.distance.move_V))).indices.tolist()
+        places = [(int((logp_NV[:, token] - logq_NV[:, token]).abs().argmax()), token) for token in tokens]
+        return [(n, token, logp_NV[n, token].item(), logq_NV[n, token].item()) for n, token in places]
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of docs/diagnosis.md; NaN for a limit that there is not."""
         distance = self.distance
-        numbers = {
+        return {
             "kl": distance.kl,
-            "kl_limit": self.bound.kl,
+            "kl_limit": self.bound.kl if self.bound else math.nan,
             "kl_max": distance.kl_N.max().item(),
             "kl_reverse": distance.reverse_kl_N.median().item(),
             "tv": distance.tv_N.median().item(),
             "flips": float(distance.flips_N.sum()),
             "move": distance.move,
-            "move_limit": self.bound.move,
+            "move_limit": self.bound.move if self.bound else math.nan,
             "bytes": float(self.num_bytes),
         }
-        return {f"sync/distribution_{name}": number for name, number in numbers.items()}
+
+    def __str__(self) -> str:
+        tokens = [
+            f"{token} (log p {logp:.5g} by the engine, {logq:.5g} by the trainer at {n + 1})"
+            for n, token, logp, logq in self.moved()
+        ]
+        numbers = {name: f"{number:.3g}" for name, number in self.numbers().items()}
+        return (
+            "over the whole vocabulary: KL {kl} in the median of the positions, expected at most {kl_limit}; a token "
+            "moves by {move}, expected at most {move_limit}; {flips} most probable tokens differ; ids that move most: "
+        ).format(**numbers) + ", ".join(tokens)
 
 
 @dataclass(kw_only=True)
@@ -187,7 +195,7 @@ class WholeRow:
                     "it with the model at model.path"
                 )
             distance = distances(logits, trainer)
-            bound = Bound(kl=math.inf, move=math.inf)
+            bound = None
             if engine.name not in self._engine_floors:
                 others = (engine.score(list(reversed(ids))[:length]) for length in (len(ids), len(ids) // 2))
                 (again, more), _ = await asyncio.gather(hear(engine, ids, places), asyncio.gather(*others))
@@ -200,9 +208,8 @@ class WholeRow:
             elif not is_quantized:
                 floor = distances(disturbed.to(logits.dtype), trainer)
                 bound = Bound.of([floor, self._engine_floors[engine.name]], dtype)
-            return WholeResult(
-                distance=distance, bound=bound, engine_logits_NV=logits, trainer_logits_NV=trainer, num_bytes=num_bytes
-            )
+            both = {"engine_NV": logits, "trainer_NV": trainer}
+            return WholeResult(**both, distance=distance, bound=bound, num_bytes=num_bytes)
 
         results = engines.all(compare)
         self.is_due = False
@@ -215,6 +222,6 @@ class WholeRow:
         self._age += 1
         if compared:
             self._age = 0
-            self._last = max(compared, key=lambda one: one.distance.kl).metrics()
-            self._last["sync/distribution_s"] = self.seconds
+            numbers = {**max(compared, key=lambda one: one.distance.kl).numbers(), "s": self.seconds}
+            self._last = {f"sync/distribution_{k}": v for k, v in numbers.items() if not math.isnan(v)}
         return self._last and {**self._last, "sync/distribution_age": float(self._age)}

@@ -135,15 +135,13 @@ class WeightSync:
             for one in self._roster.engines
         ]
         by_rank = self._ranks.run_phase("describing the engines", lambda: settings)
-        self._backend, dtype, vocab_size, takes_adapters, self.quantization = _common_settings(
-            [one for rank in by_rank for one in rank]
-        )
+        described = [one for rank in by_rank for one in rank]
+        self._backend, dtype, vocab_size, takes_adapters, self.quantization = _common_settings(described)
         traits: dict[str, Any] = {"vocab_size": vocab_size, "is_quantized": self.quantization is not None}
         self._canary = score_canary and Canary(score_canary, dtype=dtype, settings=canary, **traits)
         self._sends_adapters = takes_adapters
 
-        # A run with servers has no engine that checked it.
-        check_vllm("weights", *(["distributions"] if canary.whole else []))
+        check_vllm("weights", *(["distributions"] if canary.whole else []))  # servers have checked their own alone
         from lockstep.rollout.weights.source import ZeroSource
 
         readers = [rank for rank, traits in enumerate(by_rank) if traits]
@@ -363,10 +361,8 @@ class WeightSync:
         """
         for engine in self._engines.engines:
             if self._roster.is_new(engine) and results[engine.name].is_wrong:
-                difference = results.pop(engine.name)
-                self._engines.lose(
-                    engine.name, SyncError(f"its log π of the canary differ from the trainer's {difference}")
-                )
+                error = SyncError(f"its log π of the canary differ from the trainer's {results.pop(engine.name)}")
+                self._engines.lose(engine.name, error)
         wrong = [name for name, result in results.items() if result.is_wrong]
         if wrong:
             self._engines.all(lambda engine: engine.pause("abort"))

@@ -128,8 +128,7 @@ class SyncConfig:
     )
     distributions_every: int = setting(
         0,
-        "syncs from one comparison of the engines' and the trainer's whole distributions to the next, and one at the "
-        "start; 0: none. Each sends 19 MB and takes 2 s of a CPU core at a vocabulary of 151,936 (docs/diagnosis.md)",
+        "syncs per comparison of whole distributions (2 s, 19 MB at a vocabulary of 151,936; docs/diagnosis.md); 0: none",
         low=0,
     )
     timeout_s: float = setting(300.0, "time limit of each phase of a sync, on all ranks [s]", above=0)

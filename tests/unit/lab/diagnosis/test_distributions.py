@@ -19,7 +19,7 @@ from lockstep.lab.diagnosis.evidence import ScoredTokens
 from lockstep.lab.pages.token_view import token_view
 from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import SamplingSupport
-from lockstep.rollout.weights.distributions import Bound, distances
+from lockstep.rollout.weights.distributions import Bound, WholeResult, distances
 from tests.fixtures.made_up_model import FakeEngine, FakeTrainer, examine, scored_tokens, two_turns
 
 VOCAB, TOKEN = 300, 65
@@ -41,11 +41,13 @@ def compared(logits_nV: Tensor, other_nV: Tensor, *, bound: Bound | None) -> Cas
         rollout_id=7,
         positions=tuple(range(4, 4 + n)),
         ids=tuple(range(n)),
-        engine_nV=logits_nV.double().log_softmax(1),
-        trainer_nV=other_nV.double().log_softmax(1),
-        distance=distances(logits_nV, other_nV),
-        bound=bound,
-        num_bytes=4 * n * VOCAB,
+        whole=WholeResult(
+            engine_NV=logits_nV,
+            trainer_NV=other_nV,
+            distance=distances(logits_nV, other_nV),
+            bound=bound,
+            num_bytes=4 * n * VOCAB,
+        ),
     )
 
 
@@ -128,7 +130,7 @@ def test_numbers_that_are_not_finite_are_null_and_a_warning() -> None:
     table, other = tables()
     table[2, 5] = torch.nan
     whole = compared(table, other, bound=Bound(kl=1e9, move=1e9))
-    assert whole.is_wrong
+    assert whole.whole.is_wrong
     assert whole.to_json(str)["positions"][2]["kl"] is None
 
 
