@@ -128,7 +128,7 @@ class SyncConfig:
     )
     distributions_every: int = setting(
         0,
-        "syncs per comparison of whole distributions (2 s, 19 MB at a vocabulary of 151,936; docs/diagnosis.md); 0: none",
+        "syncs per comparison of whole distributions (2 s, 19 MB at 151,936 entries; docs/diagnosis.md); 0: none",
         low=0,
     )
     timeout_s: float = setting(300.0, "time limit of each phase of a sync, on all ranks [s]", above=0)
