@@ -16,9 +16,9 @@ from torch import Tensor
 from lockstep.lab.diagnosis.cases import Case, sample_cases
 from lockstep.lab.diagnosis.causes import Cause
 from lockstep.lab.diagnosis.diagnosis import Diagnosis, print_diagnosis
-from lockstep.lab.diagnosis.distributions import compare_case
 from lockstep.lab.diagnosis.examiner import Examiner
 from lockstep.lab.diagnosis.saved import load_rollouts
+from lockstep.lab.diagnosis.whole_case import compare_case
 from lockstep.lab.locate.location import Location
 from lockstep.lab.locate.location_report import print_location, to_json
 from lockstep.lab.locate.setup import Subject, locate_run, refuse_unfit

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.lab.diagnosis.distributions import CaseDistributions
 from lockstep.lab.diagnosis.token_classes import CLASSES, classify
 from lockstep.rollout.episode.rows import is_trainable
 from lockstep.rollout.records import Rollout, TrainingRow
@@ -25,9 +26,6 @@ from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.objective.correction.mismatch import PREFIX, mismatch_metrics
 from lockstep.trainer.objective.correction.weights import correction_weights
 from lockstep.trainer.observe.token_texts import TokenTexts
-
-if TYPE_CHECKING:
-    from lockstep.lab.diagnosis.distributions import CaseDistributions
 
 NOISE_METRICS = ("kl_v1", "kl_v2", "k3_kl", "logp_diff_abs_mean", "logp_diff_abs_max")
 MISMATCH_METRICS = (*NOISE_METRICS, "pearson", "kl_v1_unforced", "kl_v2_unforced", "forced_token_ratio", "ess")

@@ -251,8 +251,10 @@ class Canary:
             image = self._differences(engines, row.ids, expected.image, images=row.ids.images, scored=row.scored)
         whole: Mapping[str, WholeResult] = {}
         if self.whole is not None and expected.whole is not None:
-            traits: Any = {"dtype": self._dtype, "threshold": self._threshold if self._is_fixed else None}
-            whole = self.whole.compare(engines, self._ids, expected.whole, is_quantized=self._is_quantized, **traits)
+            factor = FLOOR_FACTOR if self._is_quantized else ROUNDINGS
+            limits: Any = {"threshold": limit if self._is_fixed else None, "least": SMALLEST_MEDIAN[self._dtype]}
+            limits |= {"factor": factor, "is_quantized": self._is_quantized}
+            whole = self.whole.compare(engines, self._ids, expected.whole, **limits)
         return {
             name: CanaryResult(
                 short=one.max().item(),

@@ -24,7 +24,6 @@ from torch import Tensor
 from lockstep.rollout.engine.heard_logits import hear
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import SyncError
-from lockstep.rollout.weights.canary import FLOOR_FACTOR, ROUNDINGS, SMALLEST_MEDIAN, CanaryResult
 from lockstep.rollout.weights.control_plane import ControlPlane
 
 MOST_MOVED = 3
@@ -76,12 +75,10 @@ class Bound:
     move: float
 
     @classmethod
-    def of(cls, floors: Sequence[Distances], dtype: torch.dtype, factor: float = ROUNDINGS) -> Bound:
-        """Return multiples of measured floors, no less than for the dtype; a KL is of second order in log p."""
+    def of(cls, floors: Sequence[Distances], *, factor: float, least: float) -> Bound:
+        """Return multiples of measured floors. least: smallest bound of a move; a KL is of second order in it."""
         kl, move = (max(getattr(floor, name) for floor in floors) for name in ("kl", "move"))
-        return cls(
-            kl=max(SMALLEST_MEDIAN[dtype] ** 2 / 2, factor**2 * kl), move=max(SMALLEST_MEDIAN[dtype], factor * move)
-        )
+        return cls(kl=max(least**2 / 2, factor**2 * kl), move=max(least, factor * move))
 
     def excludes(self, distance: Distances) -> bool:
         return not (distance.kl <= self.kl and distance.move <= self.move)  # negated, so that NaN fails
@@ -178,11 +175,13 @@ class WholeRow:
         ids: Sequence[int],
         expected: tuple[Tensor, Tensor],
         *,
-        dtype: torch.dtype,
+        factor: float,
+        least: float,
         threshold: float | None,
         is_quantized: bool,
     ) -> Mapping[str, WholeResult]:
-        """Compare this rank's engines, by name. threshold: of the canary; None: by the floors."""
+        """Compare this rank's engines, by name. factor, least: see `Bound.of`. threshold: of the canary; None: by the
+        floors, of quantized engines by their first distance."""
         began = time.perf_counter()
         trainer, disturbed = expected
         places = range(len(ids) - 1)
@@ -202,12 +201,12 @@ class WholeRow:
                 num_bytes += more
                 self._engine_floors[engine.name] = distance if is_quantized else distances(again, logits)
             elif is_quantized:
-                bound = Bound.of([self._engine_floors[engine.name]], dtype, FLOOR_FACTOR)
+                bound = Bound.of([self._engine_floors[engine.name]], factor=factor, least=least)
             if threshold is not None:
                 bound = Bound(kl=threshold**2 / 2, move=threshold)
             elif not is_quantized:
                 floor = distances(disturbed.to(logits.dtype), trainer)
-                bound = Bound.of([floor, self._engine_floors[engine.name]], dtype)
+                bound = Bound.of([floor, self._engine_floors[engine.name]], factor=factor, least=least)
             both = {"engine_NV": logits, "trainer_NV": trainer}
             return WholeResult(**both, distance=distance, bound=bound, num_bytes=num_bytes)
 
@@ -216,9 +215,9 @@ class WholeRow:
         self.seconds += time.perf_counter() - began
         return dict(zip(engines.names, results, strict=True))
 
-    def metrics(self, results: Iterable[CanaryResult]) -> dict[str, float]:
+    def metrics(self, results: Iterable[WholeResult | None]) -> dict[str, float]:
         """Return the metrics of the last comparison, of the engine that differed most; empty before the first."""
-        compared = [one.whole for one in results if one.whole is not None]
+        compared = [one for one in results if one is not None]
         self._age += 1
         if compared:
             self._age = 0

@@ -211,6 +211,7 @@ class WeightSync:
             self._changes.update(changes)
         long = [one.long for one in results.values() if one.long is not None]
         worst = max(((one.differences[one.worst], one.limits[one.worst]) for one in long), default=(math.nan, math.nan))
+        compared = [one.whole for one in results.values()]
         return SyncReport(
             version=version,
             gather_s=gather_s,
@@ -221,7 +222,7 @@ class WeightSync:
             canary_long_diff=worst[0],
             canary_long_limit=worst[1],
             canary_image_diff=max((one.image for one in results.values() if one.image is not None), default=math.nan),
-            distributions=whole.metrics(results.values()) if (whole := self._canary and self._canary.whole) else {},
+            distributions=whole.metrics(compared) if (whole := self._canary and self._canary.whole) else {},
         )
 
     def _names(self, *, renewed: bool = False) -> list[str]:

@@ -19,7 +19,7 @@ from lockstep.rollout.engine.heard_logits import hear
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import SyncError
 from lockstep.rollout.system.background_loop import BackgroundLoop
-from lockstep.rollout.weights.canary import CANARY_THRESHOLD, CanarySettings, canary_ids
+from lockstep.rollout.weights.canary import CANARY_THRESHOLD, SMALLEST_MEDIAN, CanarySettings, canary_ids
 from lockstep.rollout.weights.distributions import WholeRow
 from lockstep.rollout.weights.sync import WeightSync
 from lockstep.trainer.batch.packing import collate, whole_row
@@ -139,7 +139,7 @@ def test_weights_that_were_not_sent_are_seen(side: Side, fault: str) -> None:
         sync.push(5)
         whole, ids, plane = sync._canary.whole, sync._canary._ids, sync._engines  # type: ignore[union-attr]
         assert whole is not None
-        settings = {"dtype": dtype, "threshold": None, "is_quantized": False}
+        settings = {"factor": 10.0, "least": SMALLEST_MEDIAN[dtype], "threshold": None, "is_quantized": False}
         before = weight.detach().clone()
         with torch.no_grad():
             if fault == "row of the head":

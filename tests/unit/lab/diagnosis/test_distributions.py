@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lockstep.lab.diagnosis.causes import Cause, Severity
 from lockstep.lab.diagnosis.diagnosis import print_diagnosis
-from lockstep.lab.diagnosis.distributions import SPREAD, WORST, CaseDistributions, choose, prefix
+from lockstep.lab.diagnosis.distributions import SPREAD, WORST, CaseDistributions
 from lockstep.lab.diagnosis.evidence import ScoredTokens
+from lockstep.lab.diagnosis.whole_case import choose, prefix
 from lockstep.lab.pages.token_view import token_view
 from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import SamplingSupport
