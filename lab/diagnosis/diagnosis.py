@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lockstep.lab.diagnosis.case_distributions import CHOICE, finite
 from lockstep.lab.diagnosis.causes import CRITICAL_KL, OK, WARNING_KL, Cause, Finding, Severity
-from lockstep.lab.diagnosis.distributions import CHOICE, finite
 from lockstep.lab.diagnosis.evidence import Evidence, ScoredTokens, by_class, by_turn, noise_floor, worst_positions
 from lockstep.rollout.safe_text import terminal_safe
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig

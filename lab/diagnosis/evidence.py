@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.lab.diagnosis.distributions import CaseDistributions
+from lockstep.lab.diagnosis.case_distributions import CaseDistributions
 from lockstep.lab.diagnosis.token_classes import CLASSES, classify
 from lockstep.rollout.episode.rows import is_trainable
 from lockstep.rollout.records import Rollout, TrainingRow

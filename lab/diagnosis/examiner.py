@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.lab.diagnosis import evidence
+from lockstep.lab.diagnosis.case_distributions import CaseDistributions
 from lockstep.lab.diagnosis.cases import Case
 from lockstep.lab.diagnosis.causes import Cause, judge
 from lockstep.lab.diagnosis.diagnosis import REEXAMINED, CaseReport, Diagnosis, conclude
-from lockstep.lab.diagnosis.distributions import CaseDistributions
 from lockstep.lab.diagnosis.evidence import EngineCheck, Evidence, ScoredTokens
 from lockstep.lab.diagnosis.variants import damaged_policy, damaged_rows, retokenize
 from lockstep.rollout.chat.chat import Chat

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.lab.diagnosis.distributions import SPREAD, WORST, CaseDistributions
+from lockstep.lab.diagnosis.case_distributions import SPREAD, WORST, CaseDistributions
 from lockstep.lab.diagnosis.evidence import ScoredTokens
-from lockstep.rollout.engine.heard_logits import MAX_TOKENS, hear
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.records import TrainingRow
 from lockstep.rollout.vllm_names import check_vllm
 from lockstep.rollout.weights.canary import ROUNDINGS, SMALLEST_MEDIAN
-from lockstep.rollout.weights.distributions import Bound, WholeResult, distances
+from lockstep.rollout.weights.whole.distributions import Bound, WholeResult, distances
+from lockstep.rollout.weights.whole.heard_logits import MAX_TOKENS, hear
 from lockstep.trainer.model.head.whole_head import whole_logits
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.model.start_checks.rounding import rounding_errors, rounding_of

@@ -17,8 +17,8 @@ from markupsafe import Markup
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.lab.diagnosis.case_distributions import CHOICE, finite
 from lockstep.lab.diagnosis.diagnosis import WHOLE_COLUMNS, CaseReport, Diagnosis, conclude, general
-from lockstep.lab.diagnosis.distributions import CHOICE, finite
 from lockstep.lab.diagnosis.evidence import ScoredTokens
 from lockstep.lab.diagnosis.examiner import report_step
 from lockstep.lab.diagnosis.token_classes import CLASSES

@@ -14,7 +14,7 @@ from lockstep.rollout.models.stored_model import GROUPS
 
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache on a CPU, the least that its attention takes."""
-EXTENSION = "lockstep.rollout.engine.heard_logits.HeardLogits"
+EXTENSION = "lockstep.rollout.weights.whole.heard_logits.HeardLogits"
 """Methods of vLLM's workers for `collective_rpc`."""
 BATCH_TOKENS = 8192
 """Tokens of a batch of the engine, in which it also splits longer prompts on a GPU. vLLM's default is 2,048."""

@@ -88,7 +88,7 @@ class ServerFacts:
     max_images: int = 0
     """Most images of a prompt."""
     hears_logits: bool = False
-    """True if its workers send distributions over the vocabulary (`rollout/engine/heard_logits.py`)."""
+    """True if its workers send distributions over the vocabulary (`rollout/weights/whole/heard_logits.py`)."""
     keeps_images: bool = False
     """True if vLLM's own route takes images that it was sent before by their hash."""
 

@@ -31,7 +31,7 @@ from lockstep.rollout.records import ImageSpan, PromptIds
 from lockstep.rollout.weights.control_plane import ControlPlane
 
 if TYPE_CHECKING:
-    from lockstep.rollout.weights.distributions import WholeResult, WholeRow
+    from lockstep.rollout.weights.whole.distributions import WholeResult, WholeRow
 
 ScoreCanary = Callable[[list[int]], list[float]]
 """The trainer's log π(ids[i] | ids[:i]) at temperature 1 for i >= 1, without gradients. Called on every rank, as a

@@ -15,13 +15,13 @@ from torch import nn
 from lockstep.rollout.engine.adapters import AdapterSettings
 from lockstep.rollout.engine.embedded import EmbeddedEngine
 from lockstep.rollout.engine.engine_settings import EngineSettings
-from lockstep.rollout.engine.heard_logits import hear
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import SyncError
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_THRESHOLD, SMALLEST_MEDIAN, CanarySettings, canary_ids
-from lockstep.rollout.weights.distributions import WholeRow
 from lockstep.rollout.weights.sync import WeightSync
+from lockstep.rollout.weights.whole.distributions import WholeRow
+from lockstep.rollout.weights.whole.heard_logits import hear
 from lockstep.trainer.batch.packing import collate, whole_row
 from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.model.head.fused_head import FusedHead

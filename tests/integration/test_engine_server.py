@@ -25,7 +25,6 @@ import torch
 
 from lockstep.integrations.gateway.server import Gateway
 from lockstep.rollout.chat.chat import Chat
-from lockstep.rollout.engine.heard_logits import hear
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.episode.rows import rows_from_calls
@@ -33,7 +32,8 @@ from lockstep.rollout.errors import ConfigError, EngineError, SyncError
 from lockstep.rollout.records import FinishReason
 from lockstep.rollout.server.generate_route import ROUTE
 from lockstep.rollout.server.server_engine import GENERATE
-from lockstep.rollout.weights.distributions import distances
+from lockstep.rollout.weights.whole.distributions import distances
+from lockstep.rollout.weights.whole.heard_logits import hear
 from tests.fixtures.forked_python import forked_python
 from tests.fixtures.in_flight import sampled_across_a_sync
 from tests.fixtures.models import VOCAB_SIZE, perturb, sampled_logprobs

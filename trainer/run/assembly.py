@@ -462,7 +462,7 @@ def make_sync(
 
         image = image_row(images, updater.logprobs)
     if settings.distributions_every:
-        from lockstep.rollout.weights.distributions import WholeRow  # other runs do not load them
+        from lockstep.rollout.weights.whole.distributions import WholeRow  # other runs do not load them
         from lockstep.trainer.model.head.whole_head import whole_scores
 
         score = partial(whole_scores, policy, updater.logprobs)

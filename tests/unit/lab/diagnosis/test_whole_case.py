@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from lockstep.lab.diagnosis.case_distributions import SPREAD, WORST, CaseDistributions
 from lockstep.lab.diagnosis.causes import Cause, Severity
 from lockstep.lab.diagnosis.diagnosis import print_diagnosis
-from lockstep.lab.diagnosis.distributions import SPREAD, WORST, CaseDistributions
 from lockstep.lab.diagnosis.evidence import ScoredTokens
 from lockstep.lab.diagnosis.whole_case import choose, prefix
 from lockstep.lab.pages.token_view import token_view
 from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import SamplingSupport
-from lockstep.rollout.weights.distributions import Bound, WholeResult, distances
+from lockstep.rollout.weights.whole.distributions import Bound, WholeResult, distances
 from tests.fixtures.made_up_model import FakeEngine, FakeTrainer, examine, scored_tokens, two_turns
 
 VOCAB, TOKEN = 300, 65

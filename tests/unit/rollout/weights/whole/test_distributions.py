@@ -15,7 +15,7 @@ from lockstep.rollout.errors import SyncError
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import Canary, CanarySettings
 from lockstep.rollout.weights.control_plane import ControlPlane
-from lockstep.rollout.weights.distributions import Bound, WholeRow, distances
+from lockstep.rollout.weights.whole.distributions import Bound, WholeRow, distances
 
 VOCAB, ROWS = 1000, 23
 TOKEN = 512
@@ -89,7 +89,7 @@ class Engines:
         """Compare as a sync does, and return the result of the canary."""
         self.row.begin()
         results = self.canary.compare(self.plane, self.canary.expected(is_long=False))
-        self.metrics = self.row.metrics(results.values())
+        self.metrics = self.row.metrics([one.whole for one in results.values()])
         return results["engine 0"]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.rollout.engine.heard_logits import HeardLogits, hear
 from lockstep.rollout.errors import EngineError
+from lockstep.rollout.weights.whole.heard_logits import HeardLogits, hear
 
 VOCAB, WIDTH = 50, 16
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]

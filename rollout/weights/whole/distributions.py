@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.rollout.engine.heard_logits import hear
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.errors import SyncError
 from lockstep.rollout.weights.control_plane import ControlPlane
+from lockstep.rollout.weights.whole.heard_logits import hear
 
 MOST_MOVED = 3
 

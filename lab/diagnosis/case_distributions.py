@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.rollout.engine.heard_logits import MAX_TOKENS
-from lockstep.rollout.weights.distributions import MOST_MOVED, WholeResult
+from lockstep.rollout.weights.whole.distributions import MOST_MOVED, WholeResult
+from lockstep.rollout.weights.whole.heard_logits import MAX_TOKENS
 
 WORST, SPREAD = 8, 8
 """Positions with the largest |Δ log π| of the sampled token, and evenly spaced ones, of one row per case."""
