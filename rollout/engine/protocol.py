@@ -151,7 +151,7 @@ class PooledEngine(Engine, Protocol):
     vocab_size: int
 
     async def ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of `HeardLogits` (`rollout/weights/whole/heard_logits.py`) and return the answer of each worker."""
+        """Call a method of the workers (`rollout/weights/whole/heard_logits.py`) and return the answer of each."""
         ...
 
 
