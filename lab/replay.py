@@ -102,7 +102,7 @@ def replay(path: Path, *, step: int | None, sample: bool, overrides: list[str], 
         )
     distributed = Distributed.start(dtype=config.model.dtype, max_grad_norm=config.optimizer.max_grad_norm)
     with distributed:
-        replayer = _Replay(run, config, distributed)
+        replayer = Replay(run, config, distributed)
         replayer.say(f"replay of      {redact_text(str(path))}")
         demonstrations = config.demonstration_sets()
         if programs := outside_of(config) if sample else outside_of_update(demonstrations, config.algorithm):
@@ -229,7 +229,7 @@ def checkpoints_up_to(run: Path, update: int) -> list[tuple[int, Path]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedTeacher:
+class SavedTeacher:
     """A teacher that has scored the step before."""
 
     saved: SavedScores
@@ -239,7 +239,7 @@ class _SavedTeacher:
         return replace(batch, teacher=self.saved.of(batch.rows))
 
 
-class _Replay:
+class Replay:
     """A step of a run with the weights, moments and counters before it."""
 
     def __init__(self, run: Path, config: Config, distributed: Distributed) -> None:
@@ -273,7 +273,7 @@ class _Replay:
         teacher = None
         if config.plan.teaches_rollouts:
             scores = SavedScores.open(step.teacher_path)
-            teacher = _SavedTeacher(scores)
+            teacher = SavedTeacher(scores)
             self.say(f"teacher        {redact_text(scores.teacher)}, weights of version {scores.version}")
         self._restore(step.weights_update, demonstrations)
         if demonstrations is not None:

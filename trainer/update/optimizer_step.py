@@ -99,7 +99,7 @@ class OptimizerStep:
         for number, (tokens, pack) in enumerate(packs):
             packed = self._scorer.packed(tokens.batch, pack)
             with self._distributed.accumulate(is_last=number == len(packs) - 1) as backward:
-                loss, logp_T, microbatch_sums = budget.agreed(partial(self._loss, tokens, packed))
+                loss, logp_T, microbatch_sums = budget.agreed(partial(self.loss, tokens, packed))
                 # Ranks average gradients; the loss is a sum over them.
                 budget.agreed(partial(backward, loss * self._distributed.world_size))
             # Results stay on the device until the last microbatch: a copy would wait for the kernels queued so far.
@@ -112,7 +112,7 @@ class OptimizerStep:
         metrics = plans[0].metrics() | {"perf/microbatches": float(sum(plan.num_microbatches for plan in plans))}
         return sums, metrics
 
-    def _loss(self, tokens: TokenSet, packed: PackedBatch) -> tuple[Tensor, Tensor, Sums]:
+    def loss(self, tokens: TokenSet, packed: PackedBatch) -> tuple[Tensor, Tensor, Sums]:
         """Return this microbatch's share of the step's loss, the logprobs of all its tokens, and its sums."""
         arguments = {name: value for term in tokens.terms for name, value in term.arguments(packed).items()}
         if self._has_critic:

@@ -120,7 +120,7 @@ class Updater:
         other_rows: Mapping[str, StepBatch] = {}
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
         lr = self._learning_rate()  # one for all epochs and minibatches of a rollout batch
-        for minibatch in self._parts(batch, targets, seen_N):
+        for minibatch in self.parts(batch, targets, seen_N):
             before = self.num_updates
             other_rows = self._draw(stage)
             report = self.optimizer_step(minibatch, other_rows, lr=lr)
@@ -156,7 +156,7 @@ class Updater:
         if self._plan.ends_warmup(self.num_updates):
             self.guard.forget_norms()  # norms of the critic alone say nothing about those of both
         routers = self._routers if minibatch is None else None
-        token_sets = [] if minibatch is None else [self._on_rollouts(minibatch)]
+        token_sets = [] if minibatch is None else [self.on_rollouts(minibatch)]
         token_sets += [
             one.token_set(given[one.name], update=self.num_updates, routers=routers)
             for one in self.given
@@ -183,7 +183,7 @@ class Updater:
             return {}
         return {one.name: one.draw(stage) for one in self.given}
 
-    def _on_rollouts(self, minibatch: Minibatch) -> TokenSet:
+    def on_rollouts(self, minibatch: Minibatch) -> TokenSet:
         batch, targets = minibatch.batch, minibatch.targets
         rows = np.flatnonzero(np.isin(batch.layout.rollout_index, minibatch.rollouts)).tolist()
         step = RolloutStep(
@@ -247,7 +247,7 @@ class Updater:
             order = np.random.default_rng([self._config.seed, self.num_updates, epoch]).permutation(num_rollouts)
             yield from np.array_split(order, algorithm.minibatches)
 
-    def _parts(self, batch: StepBatch, targets: Targets, seen_N: Tensor) -> Iterator[Minibatch | None]:
+    def parts(self, batch: StepBatch, targets: Targets, seen_N: Tensor) -> Iterator[Minibatch | None]:
         """Yield the rows of each optimizer step: None in a run without rollouts."""
         if not self._config.has_rollouts:
             yield None

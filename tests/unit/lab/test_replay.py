@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from lockstep.lab.replay import _Replay, replay, saved_step, settings_of
+from lockstep.lab.replay import Replay, replay, saved_step, settings_of
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import VersionSpan
 from lockstep.rollout.saved_rollouts import write_rollouts
@@ -243,18 +243,18 @@ def test_what_was_not_saved_with_a_step_is_not_replayed(run: Path) -> None:
     config = Config()
     config.algorithm.advantage = "remax"
     with pytest.raises(ConfigError, match=r"needs greedy answers, which are not saved.*algorithm\.advantage=rloo"):
-        _Replay(run, config, FakeRank()).train(saved_step(run, 1))
+        Replay(run, config, FakeRank()).train(saved_step(run, 1))
     config = Config()
     config.demonstrations.path, config.demonstrations.teacher_divergence = "talks.jsonl", "forward_kl"
     with pytest.raises(ConfigError, match=r"teacher_divergence=off teacher\.path=null"):
-        _Replay(run, config, FakeRank()).train(saved_step(run, 1))
+        Replay(run, config, FakeRank()).train(saved_step(run, 1))
 
 
 def test_several_processes_do_not_sample(run: Path) -> None:
     log(run, (1, 1, None))
     save(run, 1)
     with pytest.raises(ConfigError, match="--sample runs in one process"):
-        _Replay(run, Config(), FakeRank(world_size=2)).sample(saved_step(run, 1))
+        Replay(run, Config(), FakeRank(world_size=2)).sample(saved_step(run, 1))
 
 
 # The verdict
@@ -279,7 +279,7 @@ def test_one_other_bit_is_a_failure_if_the_weights_are_exact(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for is_exact, passed in passes.items():
-        replayed = _Replay(run, Config(), FakeRank())
+        replayed = Replay(run, Config(), FakeRank())
         replayed._is_exact = is_exact
         assert replayed._compare(logged, found) is passed
         assert f"{equal} numbers are equal bit for bit" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Gradients of several objectives and corrections on one saved step, compared."""
