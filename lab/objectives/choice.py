@@ -19,6 +19,7 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 from lockstep.trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 from lockstep.trainer.objective.own.lookup import is_advantage
+from lockstep.trainer.setting import typed
 
 RUN = "run"
 """Name of the run's own objective, with which all are compared."""
@@ -60,7 +61,7 @@ def objectives_of(config: Config, names: Sequence[str], corrections: Sequence[st
         if label not in chosen:
             _refuse(label, changed, config)
             changes = (*_changes("algorithm", config, changed), *_changes("correction", config, changed))
-            kept = tuple(f"algorithm.{k}={getattr(algorithm, k)}" for k, v in common.items() if _asks(algorithm, k, v))
+            kept = tuple(f"algorithm.{k}={typed(getattr(algorithm, k))}" for k, v in common.items() if _asks(algorithm, k, v))
             chosen[label] = Objective(name=label, config=changed, changes=changes, kept=kept)
     return list(chosen.values())
 
@@ -105,7 +106,7 @@ def _correction(name: str, own: CorrectionConfig) -> CorrectionConfig:
 def _changes(section: str, before: Config, after: Config) -> list[str]:
     old, new = getattr(before, section), getattr(after, section)
     names = [field.name for field in fields(new) if (section, field.name) != ("algorithm", "name")]
-    return [f"{section}.{n}={getattr(new, n)}" for n in names if getattr(new, n) != getattr(old, n)]
+    return [f"{section}.{n}={typed(getattr(new, n))}" for n in names if getattr(new, n) != getattr(old, n)]
 
 
 def _refuse(name: str, config: Config, run: Config) -> None:
@@ -130,6 +131,8 @@ def _refuse(name: str, config: Config, run: Config) -> None:
         if is_missing:
             raise ConfigError(f"{name} needs {what}")
     try:
-        validate(replace(config, reward=RewardConfig()), needs_data=False)
+        # Nothing is scored or sampled, so stale rollouts may be seen without weights, too.
+        rollout = replace(config.rollout, max_staleness=0)
+        validate(replace(config, reward=RewardConfig(), rollout=rollout), needs_data=False)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
