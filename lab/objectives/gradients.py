@@ -54,7 +54,7 @@ class TrialSteps(Distributed):
         parameters, before_P = trained(self.module), flat([p.detach() for p in trained(self.module)])
         state = copy.deepcopy(self._optimizer.state_dict())
         for parameter, part in zip(parameters, parts_of(gradient_P, parameters), strict=True):
-            parameter.grad = part.to(parameter.device, parameter.dtype)
+            parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)  # clipping is in place
         self.step(lr, float(gradient_P.double().norm()))
         change_P = flat([p.detach() for p in parameters]) - before_P
         with torch.no_grad():
