@@ -1,6 +1,6 @@
 """Rollout corrections ranked by `lockstep compare-objectives` and by training with each, on stale rollouts.
 
-    python benchmarks/objective_ranking.py [--seeds 0,1,2] [--staleness 6] [--at 7] [--updates 10] [--json]
+    python benchmarks/objective_ranking.py [--seeds 0,1,2] [--staleness 6] [--at 7] [--updates 8] [--json]
 
 For each seed a run of the demo samples its rollouts up to `--staleness` updates ahead, at a high learning rate, and
 evaluates held-out prompts at temperature 1 before the step `--at`. The comparison predicts from that step's rollouts how
@@ -32,7 +32,7 @@ CORRECTIONS = {
     "off": ["correction.mode=token_truncate", "correction.low=0.999999999", "correction.high=1.000000001"],
     **{
         mode: [f"correction.mode={mode}", *BOUNDS]
-        for mode in ("token_truncate", "token_mask", "sequence_mask", "sequence_product_mask")
+        for mode in ("token_truncate", "token_mask", "sequence_mask")
     },
 }
 """Settings of training with each correction."""
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--staleness", type=int, default=6, help="rollout.max_staleness")
     parser.add_argument("--at", type=int, default=7, help="step that is compared")
-    parser.add_argument("--updates", type=int, default=10, help="updates of training with each correction")
+    parser.add_argument("--updates", type=int, default=8, help="updates of training with each correction")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts, with 8 samples each")
     args = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
         trained = [found[name]["trained"] for name in names]
         correlations.append(spearman(predicted, trained))
         rows += [{"seed": seed, "correction": name, **found[name]} for name in names]
-        print(f"seed {seed}: rank correlation {correlations[-1]:+.2f}", file=sys.stderr, flush=True)
+        print(f"seed {seed}: rank correlation {correlations[-1]:+.2f}, {json.dumps(found)}", file=sys.stderr, flush=True)
     best = [max((row for row in rows if row["seed"] == s), key=lambda row: row["predicted"]) for s in {r["seed"] for r in rows}]
     report(
         "objective_ranking",
