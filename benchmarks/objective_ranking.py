@@ -3,10 +3,10 @@
     python benchmarks/objective_ranking.py [--seeds 0,1,2] [--staleness 6] [--at 7] [--updates 8] [--json]
 
 For each seed a run of the demo samples its rollouts up to `--staleness` updates ahead, at a high learning rate, and
-evaluates held-out prompts at temperature 1 before the step `--at`. The comparison predicts from that step's rollouts how
-an update under each correction changes the reward on them. Then the run continues from the checkpoint before the step
-with each correction for `--updates` updates, with the same staleness, and is evaluated on the same prompts after every
-second one. Reported: predictions, the mean of these rewards, and the rank correlation (Spearman) of both.
+evaluates held-out prompts at temperature 1 before the step `--at`. The comparison predicts from that step's rollouts
+how an update under each correction changes the reward on them. Then the run continues from the checkpoint before the
+step with each correction for `--updates` updates, with the same staleness, and is evaluated on the same prompts after
+every second one. Reported: predictions, the mean of these rewards, and the rank correlation (Spearman) of both.
 
 No correction is trained as token_truncate with bounds that are 1 to nine digits, because stale rollouts need weights.
 A prediction is about one step and a first-order change; training is many steps. Engines restart at the checkpoint, so
@@ -30,10 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = ["correction.low=0.8", "correction.high=1.25"]
 CORRECTIONS = {
     "off": ["correction.mode=token_truncate", "correction.low=0.999999999", "correction.high=1.000000001"],
-    **{
-        mode: [f"correction.mode={mode}", *BOUNDS]
-        for mode in ("token_truncate", "token_mask", "sequence_mask")
-    },
+    **{mode: [f"correction.mode={mode}", *BOUNDS] for mode in ("token_truncate", "token_mask", "sequence_mask")},
 }
 """Settings of training with each correction."""
 
@@ -59,15 +56,15 @@ def main() -> None:
         trained = [found[name]["trained"] for name in names]
         correlations.append(spearman(predicted, trained))
         rows += [{"seed": seed, "correction": name, **found[name]} for name in names]
-        print(f"seed {seed}: rank correlation {correlations[-1]:+.2f}, {json.dumps(found)}", file=sys.stderr, flush=True)
-    best = [max((row for row in rows if row["seed"] == s), key=lambda row: row["predicted"]) for s in {r["seed"] for r in rows}]
+        print(
+            f"seed {seed}: rank correlation {correlations[-1]:+.2f}, {json.dumps(found)}", file=sys.stderr, flush=True
+        )
     report(
         "objective_ranking",
         rows,
         {
             "rank_correlation_mean": float(np.mean(correlations)),
             "rank_correlations": [round(one, 2) for one in correlations],
-            "best_by_prediction": [row["correction"] for row in best],
         },
         as_json=args.json,
     )
@@ -85,7 +82,9 @@ def of_seed(root: Path, seed: int, args) -> dict[str, dict[str, float]]:
     train(*common, "run_name=base", f"updates={args.at}", f"eval.every={before}", "checkpoint.every=1",
           "checkpoint.keep=99", *CORRECTIONS["token_truncate"])  # fmt: skip
     compared = json.loads(
-        command("compare-objectives", root / "base", "--step", args.at, "--corrections", ",".join(CORRECTIONS), "--json")
+        command(
+            "compare-objectives", root / "base", "--step", args.at, "--corrections", ",".join(CORRECTIONS), "--json"
+        )
     )
     found = {}
     for row in compared["rows"][1:]:
@@ -119,7 +118,11 @@ def train(*words: object) -> None:
 
 def command(name: str, *words: object) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", name, *map(str, words)], cwd=ROOT, text=True, capture_output=True, check=False
+        [sys.executable, "-m", "lockstep", name, *map(str, words)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
     )
     if done.returncode:
         sys.exit(f"lockstep {name} {' '.join(map(str, words))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -128,8 +131,8 @@ def command(name: str, *words: object) -> str:
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the correlation of the ranks."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 if __name__ == "__main__":

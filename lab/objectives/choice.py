@@ -61,7 +61,9 @@ def objectives_of(config: Config, names: Sequence[str], corrections: Sequence[st
         if label not in chosen:
             _refuse(label, changed, config)
             changes = (*_changes("algorithm", config, changed), *_changes("correction", config, changed))
-            kept = tuple(f"algorithm.{k}={typed(getattr(algorithm, k))}" for k, v in common.items() if _asks(algorithm, k, v))
+            kept = tuple(
+                f"algorithm.{k}={typed(getattr(algorithm, k))}" for k, v in common.items() if _asks(algorithm, k, v)
+            )
             chosen[label] = Objective(name=label, config=changed, changes=changes, kept=kept)
     return list(chosen.values())
 
@@ -115,7 +117,7 @@ def _refuse(name: str, config: Config, run: Config) -> None:
     needs = {
         "a critic, which the checkpoints of this run do not have; compare it on a run with algorithm=ppo":
             plan.has_critic and not own.has_critic,
-        "the scores of a teacher, which this run has not saved; compare it on a run with algorithm=opd teacher.path=...":
+        "a teacher's scores, which this run has not saved; compare it on a run with algorithm=opd teacher.path=...":
             plan.teaches_rollouts and not (own.teaches_rollouts and plan.teacher_top_k <= own.teacher_top_k),
         "greedy answers, which are not saved; compare algorithm.advantage=rloo":
             plan.needs_greedy,

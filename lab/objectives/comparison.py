@@ -26,19 +26,6 @@ LAST_TURN = 4
 """Turns from this one on are counted together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prediction:
-    """Change of the mean reward of held-out rollouts to first order."""
-
-    slopes_GO: np.ndarray
-    """∇(mean reward of the group) · change of the parameters by the optimizer."""
-    steps: tuple[float, ...]
-    """Norm of the change of the parameters by each objective."""
-    source: str
-    effective: float
-    """Effective share of the held-out rollouts under their weights; near 0, the prediction says nothing."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Mean over groups with its standard error."""
@@ -81,12 +68,11 @@ class Row:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     about: Mapping[str, Any]
+    """Run, step, weights, optimizer step, optimizer, held-out rollouts, their effective share, and notes."""
     rows: tuple[Row, ...]
     cosines: tuple[tuple[float, ...], ...]
     tokens: Mapping[str, Mapping[str, float]]
     """Share of the tokens, with names as in `Row.shares`; signs of advantages are the run's own."""
-    heldout: str
-    effective: float
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; numbers that are not finite are None."""
@@ -100,11 +86,20 @@ def compared(
     batch: StepBatch,
     rollouts: np.ndarray,
     class_N: Tensor,
-    prediction: Prediction,
     *,
-    about: Mapping[str, Any],
+    slopes_GO: np.ndarray,
+    steps: Sequence[float],
+    **about: Any,
 ) -> Comparison:
-    """Compute the numbers. rollouts: those of the optimizer step (indices). class_N: classes of the trained tokens."""
+    """Compute the numbers.
+
+    Args:
+        rollouts: those of the optimizer step (indices).
+        class_N: classes of the trained tokens.
+        slopes_GO: change of the mean reward of each held-out group by the update of each objective, to first order.
+        steps: norm of the update of each objective.
+        about: what was compared, by name, for `Comparison.about`.
+    """
     in_step_N = torch.isin(batch.rollout_N, torch.from_numpy(rollouts))
     fixed = {
         "length": _lengths(batch, in_step_N),
@@ -112,12 +107,11 @@ def compared(
         | {f"{LAST_TURN}+": batch.turns_N >= LAST_TURN - 1},
         "class": {name: class_N == number for number, name in enumerate(CLASSES)},
     }
-    run_slopes_G, rows = prediction.slopes_GO[:, 0], []
+    rows = []
     for number, (one, found, of) in enumerate(zip(objectives, measured, targets, strict=True)):
         weights_N, keep_N = found.weights_N.abs().double(), of.keep_N & in_step_N
         has_advantage_N = in_step_N & (of.advantages_N != 0)
         clipped = found.sums.get("policy/clip_frac")
-        slopes_G = prediction.slopes_GO[:, number]
         rows.append(
             Row(
                 name=one.name,
@@ -125,12 +119,14 @@ def compared(
                 norm=found.norm,
                 signal_to_noise=found.signal_to_noise,
                 clipped=None if clipped is None else clipped / max(int(keep_N.sum()), 1),
-                untrained=float((weights_N[has_advantage_N] == 0).double().mean()) if has_advantage_N.any() else math.nan,
+                untrained=float((weights_N[has_advantage_N] == 0).double().mean())
+                if has_advantage_N.any()
+                else math.nan,
                 total_weight=float(weights_N.sum()),
                 shares=_shares(fixed | {"sign": _signs(of)}, weights_N),
-                step=prediction.steps[number],
-                predicted=Estimate.of(slopes_G),
-                against_run=Estimate.of(slopes_G - run_slopes_G),
+                step=steps[number],
+                predicted=Estimate.of(slopes_GO[:, number]),
+                against_run=Estimate.of(slopes_GO[:, number] - slopes_GO[:, 0]),
             )
         )
     gradients = [found.gradient_P for found in measured]
@@ -139,8 +135,6 @@ def compared(
         rows=tuple(rows),
         cosines=tuple(tuple(_cosine(a, b) for b in gradients) for a in gradients),
         tokens=_shares(fixed | {"sign": _signs(targets[0])}, in_step_N.double()),
-        heldout=prediction.source,
-        effective=prediction.effective,
     )
 
 
@@ -151,9 +145,7 @@ def _lengths(batch: StepBatch, in_step_N: Tensor) -> dict[str, Tensor]:
     present = count_S[torch.unique(batch.rollout_N[in_step_N])].double()
     edges = torch.unique(torch.quantile(present, torch.tensor([0.25, 0.5, 0.75, 1.0]).double()).long()).tolist()
     lows = [int(present.min()), *(edge + 1 for edge in edges[:-1])]
-    return {
-        f"{low}-{high}": (lengths_N >= low) & (lengths_N <= high) for low, high in zip(lows, edges, strict=True)
-    }
+    return {f"{low}-{high}": (lengths_N >= low) & (lengths_N <= high) for low, high in zip(lows, edges, strict=True)}
 
 
 def _signs(targets: Targets) -> dict[str, Tensor]:
@@ -186,7 +178,8 @@ def tables(comparison: Comparison) -> str:
     about, rows = comparison.about, comparison.rows
     width = max(len("objective"), *(len(row.name) for row in rows))
     lines = [
-        f"step {about['step']} of {about['run']}, optimizer step {about['optimizer_step']}, weights of update {about['weights']}",
+        f"step {about['step']} of {about['run']}, optimizer step {about['optimizer_step']}, weights of update "
+        f"{about['weights']}",
         *(f"{row.name:<{width}}  {' '.join(row.changes) or 'as in the run'}" for row in rows),
         "",
         f"{'objective':<{width}} {'norm':>9} {'signal/noise':>13} {'clipped':>8} {'no weight':>10} {'|update|':>9}   "
@@ -208,6 +201,6 @@ def tables(comparison: Comparison) -> str:
         lines += ["", f"{'weight by ' + kind:<{width + 8}} {' '.join(f'{name:>13}' for name in names)}"]
         shares = [("tokens", tokens), *((row.name, row.shares[kind]) for row in rows)]
         lines += [f"{label:<{width + 8}} {' '.join(f'{of[name]:>13.1%}' for name in names)}" for label, of in shares]
-    lines += ["", f"update: {about['optimizer']}", f"held out: {comparison.heldout}"]
-    lines.append(f"effective share of the held-out rollouts: {comparison.effective:.0%}")
+    lines += ["", f"update: {about['optimizer']}", f"held out: {about['heldout']}"]
+    lines.append(f"effective share of the held-out rollouts: {about['effective']:.0%}")
     return "\n".join([*lines, *(f"note: {note}" for note in about["notes"])])

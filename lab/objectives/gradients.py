@@ -10,7 +10,7 @@ Dimensions: _O objectives, _G groups, _P trained parameters (flat), _N trained t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -104,17 +104,14 @@ def measure(
 
     step: made with `SharedForward`. token_sets: of the same rows, one per objective.
     """
-    parameters, num_tokens = trained(module), token_sets[0].batch.layout.num_tokens
-    size, dtype = sum(p.numel() for p in parameters), accumulated_in(parameters)
-    found = [
-        Measured(halves_2P=torch.zeros(2, size, dtype=dtype), weights_N=torch.zeros(num_tokens, dtype=dtype))
-        for _ in token_sets
-    ]
+    zeros_2P = torch.zeros_like(flat([p.detach() for p in trained(module)])).expand(2, -1)
+    zeros_N = zeros_2P.new_zeros(token_sets[0].batch.layout.num_tokens)
+    found = [Measured(halves_2P=zeros_2P.clone(), weights_N=zeros_N.clone()) for _ in token_sets]
     for rows, half in groups:
-        group_OP = torch.zeros(len(token_sets), size, dtype=dtype)
+        group_OP = zeros_2P.new_zeros(len(found), zeros_2P.shape[1])
         for number, packed, weights_T, gradient_P, sums in backward(step, module, scorer, token_sets, rows):
             group_OP[number] += gradient_P
-            found[number].weights_N[packed.token_index_T] += weights_T.cpu().to(dtype)
+            found[number].weights_N[packed.token_index_T] += weights_T.to(zeros_N)
             for name, value in sums.items():
                 found[number].sums[name] = found[number].sums.get(name, 0.0) + value
         for one, gradient_P in zip(found, group_OP, strict=True):
@@ -132,9 +129,8 @@ def backward(
         packed = scorer.packed(batch, pack)
         for number, tokens in enumerate(token_sets):
             loss, logp_T, all_sums = step.loss(tokens, packed)
-            found = torch.autograd.grad(loss, [logp_T, *parameters], retain_graph=True, allow_unused=True)
-            weights_T, *gradients = (
-                torch.zeros_like(of) if one is None else one for one, of in zip(found, [logp_T, *parameters], strict=True)
+            weights_T, *gradients = torch.autograd.grad(
+                loss, [logp_T, *parameters], retain_graph=True, allow_unused=True, materialize_grads=True
             )
             sums: Mapping[str, Tensor] = reduce(lambda x, y: {**x, **y}, all_sums.values(), {})
             scalars = {name: float(value) for name, value in sums.items() if value.ndim == 0}
@@ -143,11 +139,6 @@ def backward(
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def accumulated_in(parameters: Sequence[nn.Parameter]) -> torch.dtype:
-    """Return float32, or float64 for parameters in float64."""
-    return reduce(torch.promote_types, {parameter.dtype for parameter in parameters}, torch.float32)
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -161,13 +152,9 @@ def parts_of(flat_P: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]
     return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
 
-CHUNK = 1 << 22
-"""Elements of a vector that are converted to float64 at once, so that no second copy of it is held."""
-
-
 def dot(a_P: Tensor, b_P: Tensor) -> float:
     """Return the inner product, summed in float64."""
-    return float(sum(x.double() @ y.double() for x, y in zip(a_P.split(CHUNK), b_P.split(CHUNK), strict=True)))
+    return float(a_P.double() @ b_P.double())
 
 
 def norm(a_P: Tensor) -> float:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lockstep.lab.diagnosis.token_classes import classify
 from lockstep.lab.objectives.choice import Objective, objectives_of
-from lockstep.lab.objectives.comparison import Comparison, Prediction, compared
+from lockstep.lab.objectives.comparison import Comparison, compared
 from lockstep.lab.objectives.gradients import Measured, SharedForward, TrialSteps, backward, dot, measure, norm, trained
 from lockstep.lab.replay import Replay, SavedStep, SavedTeacher, checkpoints_up_to, saved_step, settings_of
 from lockstep.rollout.errors import ConfigError
@@ -98,7 +98,7 @@ def compare_objectives(request: Request) -> Comparison:
 
 
 def _refuse_other_weights(run: Path, step: SavedStep, request: Request) -> None:
-    """Raise `ConfigError` unless the weights before the step are a checkpoint, or the model that the run started from."""
+    """Raise `ConfigError` unless the weights before the step are a checkpoint, or those that the run started from."""
     whole = {update for update, path in checkpoints_up_to(run, 10**17) if stored.check(path) is None} | {0}
     if step.weights_update in whole:
         return
@@ -172,34 +172,33 @@ class _Laboratory(Replay):
             if not heldout.is_halves:
                 change_P = distributed.trial(one.gradient_P, lr=lr)
                 return change_P, change_P
-            shares = np.bincount([half_of[group] for group in first.batch.group_S[rollouts]], minlength=2) / len(rollouts)
+            shares = np.bincount([half_of[group] for group in first.batch.group_S[rollouts]], minlength=2) / len(
+                rollouts
+            )
             by = [distributed.trial(half / max(x, 1e-9), lr=lr) for half, x in zip(one.halves_2P, shares, strict=True)]
             return by[1], by[0]
 
         updates = [changes(one) for one in measured]
         reward = self._recorded(self._reward_config(heldout), heldout.collection, step, shared)
-        slopes = self._slopes(reward, updates, half_of if heldout.is_halves else {})
+        moments = "fresh moments" if self._state is None else "the moments of the checkpoint"
+        texts = TokenTexts(make_chat(config.model, history=config.environment.history).tokenizer)
         return compared(
             objectives,
             measured,
             [part.targets for part in parts],
             first.batch,
             rollouts,
-            self._classes(first.batch),
-            Prediction(
-                slopes_GO=slopes,
-                steps=tuple(norm(change[0]) for change in updates),
-                source=heldout.words,
-                effective=_effective(reward),
-            ),
-            about={
-                "run": str(self._run),
-                "step": request.step,
-                "weights": update,
-                "optimizer_step": f"{request.after + 1} of {config.algorithm.epochs * config.algorithm.minibatches}",
-                "optimizer": self._optimizer_words(lr),
-                "notes": self._notes(objectives),
-            },
+            torch.from_numpy(np.concatenate([classify(row, texts) for row in first.batch.rows])),
+            slopes_GO=self._slopes(reward, updates, half_of if heldout.is_halves else {}),
+            steps=[norm(change[0]) for change in updates],
+            run=str(self._run),
+            step=request.step,
+            weights=update,
+            optimizer_step=f"{request.after + 1} of {config.algorithm.epochs * config.algorithm.minibatches}",
+            optimizer=f"{config.optimizer.name} at learning rate {lr:.3g}, with {moments} and the clipping of the run",
+            heldout=heldout.words,
+            effective=_effective(reward),
+            notes=self._notes(objectives, measured[0].norm, step, request),
         )
 
     def _recorded(self, config: Config, collection: Collected, step: SavedStep, shared: SharedForward) -> _Recorded:
@@ -234,7 +233,10 @@ class _Laboratory(Replay):
 
     def _heldout(self, request: Request, update: int, own: Collected) -> _Heldout:
         """Choose the rollouts whose mean reward is predicted: named ones, an evaluation of these weights, or halves."""
-        evaluated, settings = self._run / "evaluations" / f"update-{update:06d}.jsonl", read_saved(self._run / "config.yaml")
+        evaluated, settings = (
+            self._run / "evaluations" / f"update-{update:06d}.jsonl",
+            read_saved(self._run / "config.yaml"),
+        )
         temperature = float(OmegaConf.select(settings, "eval.temperature", default=0.0))
         several = int(OmegaConf.select(settings, "eval.samples_per_prompt", default=1)) > 1
         path = request.heldout or (evaluated if evaluated.is_file() and temperature and several else None)
@@ -267,32 +269,34 @@ class _Laboratory(Replay):
     def _slopes(
         self, reward: _Recorded, updates: Sequence[tuple[Tensor, Tensor]], half_of: Mapping[int, int]
     ) -> np.ndarray:
-        """Return the (G, O) change of the mean reward of each held-out group to first order."""
+        """Return the (G, O) change of the mean reward of each held-out group of several rollouts, to first order."""
         batch, part, slopes = reward.batch, reward.minibatch(0), []
         tokens = reward.updater.on_rollouts(part)
+        sizes = dict(zip(*(values.tolist() for values in np.unique(batch.group_S, return_counts=True)), strict=True))
+        can_judge = len(set(half_of.values())) != 1  # a single group cannot be divided into halves
         for group, rows in _rows_by_group(batch, part.rollouts):
+            if sizes[group] < 2 or not can_judge:  # without a baseline
+                continue
             found = backward(reward.losses, self._module, reward.updater.scorer, [tokens], rows)
-            gradient_P = sum(-gradient_P for *_, gradient_P, _ in found)
-            share = batch.num_rollouts / int((batch.group_S == group).sum())  # the loss divides by all rollouts
+            gradient_P = -torch.stack([gradient_P for *_, gradient_P, _ in found]).sum(0)
+            share = batch.num_rollouts / sizes[group]  # the loss divides by all rollouts
             slopes.append([share * dot(gradient_P, change[half_of.get(group, 0)]) for change in updates])
         return np.array(slopes).reshape(-1, len(updates))
 
-    def _classes(self, batch: StepBatch) -> Tensor:
-        """Return the (N,) class of each trained token (`CLASSES`)."""
-        chat = make_chat(self._config.model, history=self._config.environment.history)
-        texts = TokenTexts(chat.tokenizer)
-        return torch.from_numpy(np.concatenate([classify(row, texts) for row in batch.rows]))
-
-    def _optimizer_words(self, lr: float) -> str:
-        moments = "fresh moments" if self._state is None else "the moments of the checkpoint"
-        return f"{self._config.optimizer.name} at learning rate {lr:.3g}, with {moments} and the clipping of the run"
-
-    def _notes(self, objectives: Sequence[Objective]) -> list[str]:
-        notes = [f"{one.name}: left as in the run, because the rollouts have it: {', '.join(one.kept)}" for one in objectives if one.kept]
-        if self._config.demonstration_sets():
+    def _notes(self, objectives: Sequence[Objective], found: float, step: SavedStep, request: Request) -> list[str]:
+        """Say what was left out, and whether the run's own gradient is found again."""
+        config, logged = self._config, step.logged.get("optim/grad_norm")
+        notes = [
+            f"{one.name}: left as in the run, because the rollouts have it: {', '.join(one.kept)}"
+            for one in objectives
+            if one.kept
+        ]
+        if config.demonstration_sets():
             notes.append("the demonstrations that the run trains beside its rollouts are in no gradient here")
-        if self._config.plan.has_critic:
-            notes.append("gradients include the critic's parameters and the value loss of objectives with a critic")
+        elif logged and config.algorithm.epochs == config.algorithm.minibatches == 1 and not request.overrides:
+            notes.append(f"the run logged the gradient norm {logged:.6g}, found here {found:.6g}")
+        if config.plan.has_critic:
+            notes.append("gradients include the critic's parameters, and the value loss where an objective has it")
         return notes
 
 
@@ -315,7 +319,9 @@ def _rows_by_group(batch: StepBatch, rollouts: np.ndarray) -> list[tuple[int, li
     """Return each group with the rows (indices) of these of its rollouts."""
     chosen = np.flatnonzero(np.isin(batch.layout.rollout_index, rollouts)).tolist()
     group_of = batch.group_S[batch.layout.rollout_index]
-    return [(group, [row for row in chosen if group_of[row] == group]) for group in dict.fromkeys(group_of[chosen].tolist())]
+    return [
+        (group, [row for row in chosen if group_of[row] == group]) for group in dict.fromkeys(group_of[chosen].tolist())
+    ]
 
 
 def _effective(reward: _Recorded) -> float:

@@ -184,6 +184,7 @@ class Updater:
         return {one.name: one.draw(stage) for one in self.given}
 
     def on_rollouts(self, minibatch: Minibatch) -> TokenSet:
+        """Return the rows of an optimizer step with their terms; a collective."""
         batch, targets = minibatch.batch, minibatch.targets
         rows = np.flatnonzero(np.isin(batch.layout.rollout_index, minibatch.rollouts)).tolist()
         step = RolloutStep(

@@ -48,7 +48,8 @@ def test_settings_of_another_preset_of_the_run_do_not_leak(config: Config) -> No
 def test_every_objective_is_seen_under_every_correction(config: Config) -> None:
     found = changes(config, ["gspo", "ppo_clip"], ["off", "sequence_mask", "bypass"])
     assert list(found) == [
-        RUN, "gspo off", "gspo sequence_mask", "gspo bypass", "ppo_clip off", "ppo_clip sequence_mask", "ppo_clip bypass"
+        RUN, "gspo off", "gspo sequence_mask", "gspo bypass",
+        "ppo_clip off", "ppo_clip sequence_mask", "ppo_clip bypass",
     ]  # fmt: skip
     assert found["ppo_clip bypass"] == ("correction.mode=off", "correction.logp_old=bypass")
     assert list(changes(config, [], ["off"])) == [RUN, "run off"]
@@ -82,7 +83,7 @@ def test_settings_that_the_rollouts_already_have_are_kept_and_said(config: Confi
         ("gsppo", "off", "--with gsppo: expected gspo"),
         ("gspo", "tokn_mask", "--corrections tokn_mask: expected token_mask"),
         ("ppo", "off", "ppo off needs a critic.*algorithm=ppo"),
-        ("opd", "off", "opd off needs the scores of a teacher"),
+        ("opd", "off", "opd off needs a teacher's scores"),
         ("remax", "off", r"needs greedy answers, which are not saved; compare algorithm\.advantage=rloo"),
         ("sft", "off", "needs demonstrations alone"),
         ("m2po", "token_mask", "m2po token_mask: correction.mode=token_mask has no effect"),

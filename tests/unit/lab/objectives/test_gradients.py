@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.config.schema import Config
-from lockstep.trainer.credit.old_policy import FromUpdate, Recomputed
+from lockstep.trainer.credit.old_policy import FromUpdate
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.update.components.component import TokenSet
@@ -38,7 +37,9 @@ class Toy:
         self.rank = FakeRank(self.module, torch.optim.SGD(self.module.parameters()))
         self.shared = SharedForward(self.module)
 
-    def step(self, *, at_ratio_1: bool = False, equal_lengths: bool = False, **algorithm: Any) -> tuple[StepBatch, Targets]:
+    def step(
+        self, *, at_ratio_1: bool = False, equal_lengths: bool = False, **algorithm: Any
+    ) -> tuple[StepBatch, Targets]:
         batch, targets, _ = toy_step(self.module.float(), AlgorithmConfig(**algorithm))
         self.module.double()
         if equal_lengths:  # rows of the rollouts of one turn and of nine tokens, nine tokens each
@@ -55,7 +56,9 @@ class Toy:
     def config(self, **algorithm: Any) -> Config:
         return Config(algorithm=AlgorithmConfig(**algorithm))
 
-    def token_set(self, batch: StepBatch, targets: Targets, **algorithm: Any) -> tuple[TokenSet, OptimizerStep, Updater]:
+    def token_set(
+        self, batch: StepBatch, targets: Targets, **algorithm: Any
+    ) -> tuple[TokenSet, OptimizerStep, Updater]:
         updater = Updater(self.module, self.rank, self.config(**algorithm))
         rollouts = np.flatnonzero(np.bincount(batch.rollout_N[targets.keep_N].numpy(), minlength=batch.num_rollouts))
         seen_N = torch.full((batch.layout.num_tokens,), torch.nan)
@@ -108,9 +111,7 @@ def test_off_ratio_1_they_differ(toy: Toy) -> None:
 
 def test_with_equal_lengths_the_mean_over_rollouts_is_the_mean_over_tokens(toy: Toy) -> None:
     batch, targets = toy.step(equal_lengths=True)
-    by_token, by_rollout = toy.measured(
-        batch, targets, {"normalizer": "token"}, {"normalizer": "grpo"}
-    )
+    by_token, by_rollout = toy.measured(batch, targets, {"normalizer": "token"}, {"normalizer": "grpo"})
     assert difference(by_rollout.gradient_P, by_token.gradient_P) < TOLERANCE
     batch, targets = toy.step()
     by_token, by_rollout = toy.measured(batch, targets, {"normalizer": "token"}, {"normalizer": "grpo"})
@@ -130,7 +131,7 @@ def test_the_gradient_is_that_of_the_update(toy: Toy) -> None:
 def test_the_gradient_is_the_sum_of_the_weights_times_the_slopes_of_logprobs(toy: Toy) -> None:
     batch, targets = toy.step()
     (found,) = toy.measured(batch, targets, GSPO)
-    tokens, losses, updater = toy.token_set(batch, targets, **GSPO)
+    tokens, _, updater = toy.token_set(batch, targets, **GSPO)
     total = torch.zeros(())
     for pack in updater.scorer.plan(batch, tokens.rows).microbatches[0]:
         packed = updater.scorer.packed(batch, pack)
@@ -172,9 +173,15 @@ def test_the_prediction_is_the_slope_of_the_reward_of_held_out_rollouts(toy: Toy
     """In float64: in float32 the difference of two rewards is lost in rounding."""
     reward = {"loss": "reinforce", "advantage": "rloo", "normalizer": "sequence_sum"}
     batch, targets = toy.step(at_ratio_1=True, **reward)
-    targets = replace(targets, correction=replace(targets.correction, keep_N=torch.ones(len(batch.rollout_N), dtype=torch.bool)))
+    targets = replace(
+        targets, correction=replace(targets.correction, keep_N=torch.ones(len(batch.rollout_N), dtype=torch.bool))
+    )
     tokens, losses, updater = toy.token_set(batch, targets, **reward)
-    slopes = [-g for rows, _ in groups(batch, tokens) for *_, g, _ in backward(losses, toy.module, updater.scorer, [tokens], rows)]
+    slopes = [
+        -g
+        for rows, _ in groups(batch, tokens)
+        for *_, g, _ in backward(losses, toy.module, updater.scorer, [tokens], rows)
+    ]
     (grpo,) = toy.measured(batch, targets, GRPO)
     change = -1e-6 * grpo.gradient_P / grpo.norm
 
@@ -191,7 +198,9 @@ def test_the_prediction_is_the_slope_of_the_reward_of_held_out_rollouts(toy: Toy
     with torch.no_grad():
         for parameter, part in zip(trained(toy.module), change.split(sizes), strict=True):
             parameter.add_(part.view(parameter.shape))
-    ratio_S = torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add_(0, batch.rollout_N, logp() - before_N).exp()
+    ratio_S = (
+        torch.zeros(batch.num_rollouts, dtype=torch.float64).index_add_(0, batch.rollout_N, logp() - before_N).exp()
+    )
     with torch.no_grad():
         for parameter, old in zip(trained(toy.module), start, strict=True):
             parameter.copy_(old)
