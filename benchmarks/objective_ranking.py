@@ -50,14 +50,14 @@ def main() -> None:
     correlations: list[float] = []
     for seed in map(int, args.seeds.split(",")):
         with tempfile.TemporaryDirectory(prefix="lockstep-ranking-") as root:
-            found = of_seed(Path(root), seed, args)
+            results = of_seed(Path(root), seed, args)
         names = list(CORRECTIONS)
-        predicted = [found[name]["predicted"] for name in names]
-        trained = [found[name]["trained"] for name in names]
+        predicted = [results[name]["predicted"] for name in names]
+        trained = [results[name]["trained"] for name in names]
         correlations.append(spearman(predicted, trained))
-        rows += [{"seed": seed, "correction": name, **found[name]} for name in names]
+        rows += [{"seed": seed, "correction": name, **results[name]} for name in names]
         print(
-            f"seed {seed}: rank correlation {correlations[-1]:+.2f}, {json.dumps(found)}", file=sys.stderr, flush=True
+            f"seed {seed}: rank correlation {correlations[-1]:+.2f}, {json.dumps(results)}", file=sys.stderr, flush=True
         )
     report(
         "objective_ranking",
@@ -86,11 +86,11 @@ def of_seed(root: Path, seed: int, args) -> dict[str, dict[str, float]]:
             "compare-objectives", root / "base", "--step", args.at, "--corrections", ",".join(CORRECTIONS), "--json"
         )
     )
-    found = {}
+    results = {}
     for row in compared["rows"][1:]:
         name = row["name"].partition(" ")[2]
         estimate, paired = row["predicted"], row["against_run"]
-        found[name] = {
+        results[name] = {
             "predicted": estimate["mean"], "error": estimate["error"], "against_run": paired["mean"],
             "paired_error": paired["error"], "norm": row["norm"], "signal_to_noise": row["signal_to_noise"],
             "untrained": row["untrained"],
@@ -107,9 +107,9 @@ def of_seed(root: Path, seed: int, args) -> dict[str, dict[str, float]]:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         rewards = {line["step"]: line["eval/reward_mean"] for line in lines if line.get("eval/reward_mean") is not None}
         after = [reward for update, reward in rewards.items() if update > before]
-        found[name] |= {"before": rewards[before], "trained": float(np.mean(after)), "last": rewards[end]}
+        results[name] |= {"before": rewards[before], "trained": float(np.mean(after)), "last": rewards[end]}
         shutil.rmtree(run)
-    return found
+    return results
 
 
 def train(*words: object) -> None:

@@ -10,6 +10,7 @@ Computes, with the weights before the step and its saved rollouts: norm, pairwis
 gradients, the weight of every token in them, clipped tokens, and the change of the reward on held-out rollouts that an
 update promises to first order. docs/objectives.md defines every number. Writes nothing but the page. Needs the
 checkpoint before the step: train with checkpoint.every=1 and a large checkpoint.keep to compare at any step.
+Experimental: it has not run on GPUs yet.
 Exit status 0: success; 2: wrong arguments, damaged files, or an objective that this run cannot show.
 """
 

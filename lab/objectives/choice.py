@@ -48,7 +48,7 @@ def objectives_of(config: Config, names: Sequence[str], corrections: Sequence[st
     names: presets of `algorithm`, built-in losses or advantages, or path/to/file.py:function; none: the run's own.
     corrections: modes, or `bypass`; none: the run's own. Raises `ConfigError` for what the run cannot show.
     """
-    chosen: dict[str, Objective] = {}
+    objectives: dict[str, Objective] = {}
     common = {field: getattr(config.algorithm, field) for field in OF_THE_ROLLOUTS}
     for name, correction in [(RUN, None), *((one, c) for one in names or [RUN] for c in corrections or [None])]:
         algorithm = config.algorithm if name == RUN else _algorithm(name, config.algorithm)
@@ -58,14 +58,14 @@ def objectives_of(config: Config, names: Sequence[str], corrections: Sequence[st
             correction=config.correction if correction is None else _correction(correction, config.correction),
         )
         label = name if correction is None else f"{name} {correction}"
-        if label not in chosen:
+        if label not in objectives:
             _refuse(label, changed, config)
             changes = (*_changes("algorithm", config, changed), *_changes("correction", config, changed))
-            kept = tuple(
+            left_settings = tuple(
                 f"algorithm.{k}={typed(getattr(algorithm, k))}" for k, v in common.items() if _asks(algorithm, k, v)
             )
-            chosen[label] = Objective(name=label, config=changed, changes=changes, kept=kept)
-    return list(chosen.values())
+            objectives[label] = Objective(name=label, config=changed, changes=changes, kept=left_settings)
+    return list(objectives.values())
 
 
 def _asks(algorithm: AlgorithmConfig, key: str, value: object) -> bool:

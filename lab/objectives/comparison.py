@@ -108,16 +108,16 @@ def compared(
         "class": {name: class_N == number for number, name in enumerate(CLASSES)},
     }
     rows = []
-    for number, (one, found, of) in enumerate(zip(objectives, measured, targets, strict=True)):
-        weights_N, keep_N = found.weights_N.abs().double(), of.keep_N & in_step_N
+    for number, (one, gradient, of) in enumerate(zip(objectives, measured, targets, strict=True)):
+        weights_N, keep_N = gradient.weights_N.abs().double(), of.keep_N & in_step_N
         has_advantage_N = in_step_N & (of.advantages_N != 0)
-        clipped = found.sums.get("policy/clip_frac")
+        clipped = gradient.sums.get("policy/clip_frac")
         rows.append(
             Row(
                 name=one.name,
                 changes=one.changes,
-                norm=found.norm,
-                signal_to_noise=found.signal_to_noise,
+                norm=gradient.norm,
+                signal_to_noise=gradient.signal_to_noise,
                 clipped=None if clipped is None else clipped / max(int(keep_N.sum()), 1),
                 untrained=float((weights_N[has_advantage_N] == 0).double().mean())
                 if has_advantage_N.any()
@@ -129,7 +129,7 @@ def compared(
                 against_run=Estimate.of(slopes_GO[:, number] - slopes_GO[:, 0]),
             )
         )
-    gradients = [found.gradient_P for found in measured]
+    gradients = [one.gradient_P for one in measured]
     return Comparison(
         about=about,
         rows=tuple(rows),

@@ -106,18 +106,18 @@ def measure(
     """
     zeros_2P = torch.zeros_like(flat([p.detach() for p in trained(module)])).expand(2, -1)
     zeros_N = zeros_2P.new_zeros(token_sets[0].batch.layout.num_tokens)
-    found = [Measured(halves_2P=zeros_2P.clone(), weights_N=zeros_N.clone()) for _ in token_sets]
+    measured = [Measured(halves_2P=zeros_2P.clone(), weights_N=zeros_N.clone()) for _ in token_sets]
     for rows, half in groups:
-        group_OP = zeros_2P.new_zeros(len(found), zeros_2P.shape[1])
+        group_OP = zeros_2P.new_zeros(len(measured), zeros_2P.shape[1])
         for number, packed, weights_T, gradient_P, sums in backward(step, module, scorer, token_sets, rows):
             group_OP[number] += gradient_P
-            found[number].weights_N[packed.token_index_T] += weights_T.to(zeros_N)
+            measured[number].weights_N[packed.token_index_T] += weights_T.to(zeros_N)
             for name, value in sums.items():
-                found[number].sums[name] = found[number].sums.get(name, 0.0) + value
-        for one, gradient_P in zip(found, group_OP, strict=True):
+                measured[number].sums[name] = measured[number].sums.get(name, 0.0) + value
+        for one, gradient_P in zip(measured, group_OP, strict=True):
             one.halves_2P[half] += gradient_P
             one.squares_G.append(norm(gradient_P) ** 2)
-    return found
+    return measured
 
 
 def backward(

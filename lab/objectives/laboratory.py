@@ -52,7 +52,7 @@ from lockstep.trainer.update.updater import Minibatch, Updater
 
 
 class Request(NamedTuple):
-    """What to compare."""
+    """A comparison to make."""
 
     run: Path
     step: int
@@ -131,9 +131,9 @@ class _Recorded(NamedTuple):
 
     def minibatch(self, number: int) -> Minibatch:
         seen_N = torch.full((self.batch.layout.num_tokens,), torch.nan)
-        found = next(islice(self.updater.parts(self.batch, self.targets, seen_N), number, None))
-        assert found is not None, "a run with rollouts"
-        return found
+        minibatch = next(islice(self.updater.parts(self.batch, self.targets, seen_N), number, None))
+        assert minibatch is not None, "a run with rollouts"
+        return minibatch
 
 
 class _Laboratory(Replay):
@@ -149,12 +149,12 @@ class _Laboratory(Replay):
         check_ids(step.rollouts, vocab_size=self._vocab_size)
         size = sum(parameter.numel() for parameter in trained(self._module))
         self.say(
-            f"memory         ({len(objectives)} objectives + 1) x {size:,} parameters x 16 bytes: "
-            f"{(len(objectives) + 1) * size * 16 / 2**30:.2f} GiB beside the model"
+            f"memory         ({len(objectives)} objectives + 1) x {size:,} parameters x 20 bytes: "
+            f"{(len(objectives) + 1) * size * 20 / 2**30:.2f} GiB beside the model"
         )
         shared = SharedForward(self._module)
-        kept = tuple(one for group in step.groups if is_kept(group, config.algorithm) for one in group)
-        collection = Collected(rollouts=step.rollouts, trained=kept)
+        trained_rollouts = tuple(one for group in step.groups if is_kept(group, config.algorithm) for one in group)
+        collection = Collected(rollouts=step.rollouts, trained=trained_rollouts)
         recorded = [self._recorded(one.config, collection, step, shared) for one in objectives]
         lr = learning_rate(update, config.optimizer, total_updates=config.updates)
         for number in range(request.after):
@@ -277,8 +277,8 @@ class _Laboratory(Replay):
         for group, rows in _rows_by_group(batch, part.rollouts):
             if sizes[group] < 2 or not can_judge:  # without a baseline
                 continue
-            found = backward(reward.losses, self._module, reward.updater.scorer, [tokens], rows)
-            gradient_P = -torch.stack([gradient_P for *_, gradient_P, _ in found]).sum(0)
+            parts_of_group = backward(reward.losses, self._module, reward.updater.scorer, [tokens], rows)
+            gradient_P = -torch.stack([gradient_P for *_, gradient_P, _ in parts_of_group]).sum(0)
             share = batch.num_rollouts / sizes[group]  # the loss divides by all rollouts
             slopes.append([share * dot(gradient_P, change[half_of.get(group, 0)]) for change in updates])
         return np.array(slopes).reshape(-1, len(updates))
@@ -317,10 +317,11 @@ def _halves(group_S: np.ndarray, *, seed: int) -> dict[int, int]:
 
 def _rows_by_group(batch: StepBatch, rollouts: np.ndarray) -> list[tuple[int, list[int]]]:
     """Return each group with the rows (indices) of these of its rollouts."""
-    chosen = np.flatnonzero(np.isin(batch.layout.rollout_index, rollouts)).tolist()
+    row_indices = np.flatnonzero(np.isin(batch.layout.rollout_index, rollouts)).tolist()
     group_of = batch.group_S[batch.layout.rollout_index]
     return [
-        (group, [row for row in chosen if group_of[row] == group]) for group in dict.fromkeys(group_of[chosen].tolist())
+        (group, [row for row in row_indices if group_of[row] == group])
+        for group in dict.fromkeys(group_of[row_indices].tolist())
     ]
 
 

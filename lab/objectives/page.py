@@ -25,7 +25,7 @@ def write_objectives_page(path: Path, comparison: Comparison) -> None:
 def objectives_page(comparison: Comparison) -> str:
     """Render the page as HTML."""
     rows = comparison.rows
-    shown = {
+    columns = {
         kind: [name for name in tokens if tokens[name] or any(row.shares[kind][name] for row in rows)]
         for kind, tokens in comparison.tokens.items()
     }
@@ -41,7 +41,7 @@ def objectives_page(comparison: Comparison) -> str:
         comparison=comparison,
         largest={name: largest(name) for name in ("norm", "signal_to_noise", "step")},
         reach={name: largest(name) for name in ("predicted", "against_run")},
-        shown=shown,
+        shown=columns,
         titles=TITLES,
         place=lambda value, reach: 50 + 50 * value / reach,  # position on an axis around 0 [%]
         number=number,

@@ -32,6 +32,7 @@ A room is a folder or a module directly inside a package. It imports only rooms 
 ROOMS = (
     "lab/__init__.py",
     "lab/diagnose.py",
+    "lab/objectives",
     "lab/replay.py",
     "lab/inspect_run.py",
     "lab/plot.py",

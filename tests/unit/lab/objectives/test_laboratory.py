@@ -135,6 +135,15 @@ def test_held_out_rollouts_and_a_later_optimizer_step_can_be_named(compare, run:
     assert second.cosines[0][1] < 0.999
 
 
+def test_a_step_along_the_gradient_of_the_reward_promises_its_norm_times_its_length(compare, run: Path) -> None:
+    """REINFORCE with a leave-one-out baseline under SGD, judged on the rollouts that it trains and on others."""
+    more = ("optimizer.name=sgd", "optimizer.momentum=0")
+    itself = compare(*more, names="rloo", heldout=run / "rollouts" / "step-000001.jsonl").rows[1]
+    assert itself.predicted.mean == pytest.approx(itself.norm * itself.step, rel=1e-3)
+    halves = compare(*more, names="rloo").rows[1]
+    assert abs(halves.predicted.mean) < 0.3 * itself.predicted.mean  # rewards are random: halves share nothing
+
+
 def test_the_result_is_a_table_a_page_and_json(compare) -> None:
     found = compare(names="gspo dapo")
     text, page = tables(found), objectives_page(found)
