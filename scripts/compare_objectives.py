@@ -41,8 +41,8 @@ def main() -> int:
     from lockstep.rollout.safe_text import print_error, safe_text
 
     try:
-        from lockstep.lab.objectives.comparison import tables
         from lockstep.lab.objectives.laboratory import Request, compare_objectives
+        from lockstep.lab.objectives.objective_numbers import tables
 
         request = Request(
             run=arguments.run,

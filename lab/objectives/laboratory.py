@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lockstep.lab.diagnosis.token_classes import classify
 from lockstep.lab.objectives.choice import Objective, objectives_of
-from lockstep.lab.objectives.comparison import Comparison, compared
 from lockstep.lab.objectives.gradients import Measured, SharedForward, TrialSteps, backward, dot, measure, norm, trained
+from lockstep.lab.objectives.objective_numbers import Comparison, compared
 from lockstep.lab.replay import Replay, SavedStep, SavedTeacher, checkpoints_up_to, saved_step, settings_of
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.saved_rollouts import check_ids, read_rollouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lockstep.lab.objectives.comparison import Comparison, Estimate
+from lockstep.lab.objectives.objective_numbers import Comparison, Estimate
 from lockstep.lab.pages.chart import number
 from lockstep.lab.pages.render import render, write_page
 

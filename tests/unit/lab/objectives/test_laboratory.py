@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.lab.objectives.comparison import Comparison, tables
 from lockstep.lab.objectives.gradients import TrialSteps
 from lockstep.lab.objectives.laboratory import Request, compare_objectives
+from lockstep.lab.objectives.objective_numbers import Comparison, tables
 from lockstep.lab.objectives.page import objectives_page
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
