@@ -1,21 +1,20 @@
-"""The objectives of a comparison: configurations that differ from that of the run in algorithm and correction."""
+"""The objectives of a comparison: algorithms and corrections in place of those of the run."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.system.user_functions import names_function
-from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.compose import CONFIG_DIR, preset_names
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
-from lockstep.trainer.config.groups.task_settings import RewardConfig
-from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.plan import StepPlan
 from lockstep.trainer.objective.correction.modes import CORRECTION_MODES
 from lockstep.trainer.objective.declare import ADVANTAGES, POLICY_LOSSES
 from lockstep.trainer.objective.own.lookup import is_advantage
@@ -35,36 +34,49 @@ OF_THE_ROLLOUTS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     name: str
-    config: Config
+    algorithm: AlgorithmConfig
+    correction: CorrectionConfig
     changes: tuple[str, ...] = ()
     """Settings that differ from those of the run, as on the command line."""
     kept: tuple[str, ...] = ()
     """Settings of its preset that are left as in the run, because the rollouts already have them."""
 
 
-def objectives_of(config: Config, names: Sequence[str], corrections: Sequence[str]) -> list[Objective]:
+def objectives_of(
+    own: AlgorithmConfig,
+    own_correction: CorrectionConfig,
+    *,
+    names: Sequence[str],
+    corrections: Sequence[str],
+    check: Callable[[str, AlgorithmConfig, CorrectionConfig], None] = lambda *_: None,
+) -> list[Objective]:
     """Return the run's own objective and each name under each correction.
 
-    names: presets of `algorithm`, built-in losses or advantages, or path/to/file.py:function; none: the run's own.
-    corrections: modes, or `bypass`; none: the run's own. Raises `ConfigError` for what the run cannot show.
+    Args:
+        own, own_correction: settings of the run.
+        names: presets of `algorithm`, built-in losses or advantages, or path/to/file.py:function; none: the run's own.
+        corrections: modes, or `bypass`; none: the run's own.
+        check: raises `ConfigError` for an objective, with its name, that the run cannot show.
+
+    Raises `ConfigError` for unknown names.
     """
     objectives: dict[str, Objective] = {}
-    common = {field: getattr(config.algorithm, field) for field in OF_THE_ROLLOUTS}
-    for name, correction in [(RUN, None), *((one, c) for one in names or [RUN] for c in corrections or [None])]:
-        algorithm = config.algorithm if name == RUN else _algorithm(name, config.algorithm)
-        changed = replace(
-            config,
-            algorithm=replace(algorithm, **common),
-            correction=config.correction if correction is None else _correction(correction, config.correction),
+    common = {field: getattr(own, field) for field in OF_THE_ROLLOUTS}
+    for name, mode in [(RUN, None), *((one, c) for one in names or [RUN] for c in corrections or [None])]:
+        label = name if mode is None else f"{name} {mode}"
+        if label in objectives:
+            continue
+        wanted = own if name == RUN else _algorithm(name, own)
+        algorithm = replace(wanted, **common)
+        correction = own_correction if mode is None else _correction(mode, own_correction)
+        check(label, algorithm, correction)
+        objectives[label] = Objective(
+            name=label,
+            algorithm=algorithm,
+            correction=correction,
+            changes=(*_changes("algorithm", own, algorithm), *_changes("correction", own_correction, correction)),
+            kept=tuple(f"algorithm.{k}={typed(getattr(wanted, k))}" for k, v in common.items() if _asks(wanted, k, v)),
         )
-        label = name if correction is None else f"{name} {correction}"
-        if label not in objectives:
-            _refuse(label, changed, config)
-            changes = (*_changes("algorithm", config, changed), *_changes("correction", config, changed))
-            left_settings = tuple(
-                f"algorithm.{k}={typed(getattr(algorithm, k))}" for k, v in common.items() if _asks(algorithm, k, v)
-            )
-            objectives[label] = Objective(name=label, config=changed, changes=changes, kept=left_settings)
     return list(objectives.values())
 
 
@@ -105,24 +117,24 @@ def _correction(name: str, own: CorrectionConfig) -> CorrectionConfig:
     return replace(own, mode=name, logp_old="recompute", batch_normalize=own.batch_normalize and has_weights)
 
 
-def _changes(section: str, before: Config, after: Config) -> list[str]:
-    old, new = getattr(before, section), getattr(after, section)
+def _changes(
+    section: str, old: AlgorithmConfig | CorrectionConfig, new: AlgorithmConfig | CorrectionConfig
+) -> list[str]:
     names = [field.name for field in fields(new) if (section, field.name) != ("algorithm", "name")]
     return [f"{section}.{n}={typed(getattr(new, n))}" for n in names if getattr(new, n) != getattr(old, n)]
 
 
-def _refuse(name: str, config: Config, run: Config) -> None:
-    """Raise `ConfigError` if the objective needs what the run has not saved, or its settings contradict each other."""
-    plan, own, algorithm = config.plan, run.plan, config.algorithm
+def refuse_unsaved(name: str, plan: StepPlan, saved: StepPlan, algorithm: AlgorithmConfig) -> None:
+    """Raise `ConfigError` if an objective needs what the run has not saved. saved: plan of the run."""
     needs = {
         "a critic, which the checkpoints of this run do not have; compare it on a run with algorithm=ppo":
-            plan.has_critic and not own.has_critic,
+            plan.has_critic and not saved.has_critic,
         "a teacher's scores, which this run has not saved; compare it on a run with algorithm=opd teacher.path=...":
-            plan.teaches_rollouts and not (own.teaches_rollouts and plan.teacher_top_k <= own.teacher_top_k),
+            plan.teaches_rollouts and not (saved.teaches_rollouts and plan.teacher_top_k <= saved.teacher_top_k),
         "greedy answers, which are not saved; compare algorithm.advantage=rloo":
             plan.needs_greedy,
-        "the states or rewards of turns, which this run has not recorded; compare it on a run with it":
-            plan.turn_rewards and not own.turn_rewards,
+        "rewards of turns, which this run has not recorded; compare it on a run with algorithm.turn_rewards=true":
+            plan.turn_rewards and not saved.turn_rewards,
         "losses of routers, which are computed in the forward pass; add algorithm.router_aux_coef=0 "
         "algorithm.router_z_coef=0":
             algorithm.router_aux_coef != 0 or algorithm.router_z_coef != 0,
@@ -132,9 +144,3 @@ def _refuse(name: str, config: Config, run: Config) -> None:
     for what, is_missing in needs.items():
         if is_missing:
             raise ConfigError(f"{name} needs {what}")
-    try:
-        # Nothing is scored or sampled, so stale rollouts may be seen without weights, too.
-        rollout = replace(config.rollout, max_staleness=0)
-        validate(replace(config, reward=RewardConfig(), rollout=rollout), needs_data=False)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error

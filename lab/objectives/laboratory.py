@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lockstep.lab.diagnosis.token_classes import classify
-from lockstep.lab.objectives.choice import Objective, objectives_of
+from lockstep.lab.objectives.choice import Objective, objectives_of, refuse_unsaved
 from lockstep.lab.objectives.gradients import Measured, SharedForward, TrialSteps, backward, dot, measure, norm, trained
 from lockstep.lab.objectives.objective_numbers import Comparison, compared
 from lockstep.lab.replay import Replay, SavedStep, SavedTeacher, checkpoints_up_to, saved_step, settings_of
@@ -33,11 +33,12 @@ from lockstep.trainer.batch.saved_scores import SavedScores
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import make_chat
 from lockstep.trainer.checkpoint import stored
+from lockstep.trainer.checks.validate import validate
 from lockstep.trainer.collect.groups import Collected, is_kept
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.config.groups.task_settings import RewardConfig
 from lockstep.trainer.config.saved_config import read_saved
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.observe.token_texts import TokenTexts
@@ -79,7 +80,20 @@ def compare_objectives(request: Request) -> Comparison:
     config.model.compile = False  # a compiled backward pass runs once
     if not config.has_rollouts:
         raise ConfigError("this run trains on demonstrations alone; compare objectives on a run with rollouts")
-    objectives = objectives_of(config, request.names, request.corrections)
+
+    def check(name: str, algorithm: AlgorithmConfig, correction: CorrectionConfig) -> None:
+        # Nothing is scored or sampled, so stale rollouts may be seen without weights, too.
+        unsampled = replace(config, reward=RewardConfig(), rollout=replace(config.rollout, max_staleness=0))
+        changed = replace(unsampled, algorithm=algorithm, correction=correction)
+        refuse_unsaved(name, changed.plan, config.plan, algorithm)
+        try:
+            validate(changed, needs_data=False)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+
+    objectives = objectives_of(
+        config.algorithm, config.correction, names=request.names, corrections=request.corrections, check=check
+    )
     step = saved_step(run, request.step)
     _refuse_other_weights(run, step, request)
     num_steps = config.algorithm.epochs * config.algorithm.minibatches
@@ -155,7 +169,10 @@ class _Laboratory(Replay):
         shared = SharedForward(self._module)
         trained_rollouts = tuple(one for group in step.groups if is_kept(group, config.algorithm) for one in group)
         collection = Collected(rollouts=step.rollouts, trained=trained_rollouts)
-        recorded = [self._recorded(one.config, collection, step, shared) for one in objectives]
+        recorded = [
+            self._recorded(collection, step, shared, algorithm=one.algorithm, correction=one.correction)
+            for one in objectives
+        ]
         lr = learning_rate(update, config.optimizer, total_updates=config.updates)
         for number in range(request.after):
             self._updater.optimizer_step(recorded[0].minibatch(number), {}, lr=lr)
@@ -179,7 +196,7 @@ class _Laboratory(Replay):
             return by[1], by[0]
 
         updates = [changes(one) for one in measured]
-        reward = self._recorded(self._reward_config(heldout), heldout.collection, step, shared)
+        reward = self._recorded(heldout.collection, step, shared, **self._reward_sections(heldout))
         moments = "fresh moments" if self._state is None else "the moments of the checkpoint"
         texts = TokenTexts(make_chat(config.model, history=config.environment.history).tokenizer)
         return compared(
@@ -201,8 +218,9 @@ class _Laboratory(Replay):
             notes=self._notes(objectives, measured[0].norm, step, request),
         )
 
-    def _recorded(self, config: Config, collection: Collected, step: SavedStep, shared: SharedForward) -> _Recorded:
-        """Run the stages before the update under a configuration."""
+    def _recorded(self, collection: Collected, step: SavedStep, shared: SharedForward, **sections: Any) -> _Recorded:
+        """Run the stages before the update. sections: of the settings, in place of those of the run."""
+        config = replace(self._config, **sections)
         updater = Updater(self._module, self._distributed, config, images=self._images)
         updater.num_updates = self._updater.num_updates
         if config.algorithm.entropy_target is not None:
@@ -252,19 +270,18 @@ class _Laboratory(Replay):
             f"{len(rollouts)} rollouts of {path}",
         )
 
-    def _reward_config(self, heldout: _Heldout) -> Config:
-        """Return the configuration whose gradient is minus that of the mean reward: REINFORCE with a leave-one-out
+    def _reward_sections(self, heldout: _Heldout) -> dict[str, Any]:
+        """Return the settings whose gradient is minus that of the mean reward: REINFORCE with a leave-one-out
         baseline, each rollout weighted by its whole ratio of probabilities."""
-        return replace(
-            self._config,
-            algorithm=AlgorithmConfig(advantage="rloo", loss="reinforce", normalizer="sequence_sum"),
-            correction=CorrectionConfig(
+        return {
+            "algorithm": AlgorithmConfig(advantage="rloo", loss="reinforce", normalizer="sequence_sum"),
+            "correction": CorrectionConfig(
                 mode="sequence_product_truncate",
                 high=math.inf,
                 routing_replay=self._config.correction.routing_replay,
             ),
-            rollout=replace(self._config.rollout, temperature=heldout.temperature, mask_truncated=False),
-        )
+            "rollout": replace(self._config.rollout, temperature=heldout.temperature, mask_truncated=False),
+        }
 
     def _slopes(
         self, reward: _Recorded, updates: Sequence[tuple[Tensor, Tensor]], half_of: Mapping[int, int]

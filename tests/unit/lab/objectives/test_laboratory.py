@@ -115,7 +115,9 @@ def test_identities_and_shares_on_a_saved_step(compare) -> None:
 def test_corrections_take_the_weight_of_tokens_that_another_policy_sampled(compare, run: Path) -> None:
     # its weights are those before the first step, which the run would have changed
     (run / "metrics.jsonl").write_text(json.dumps({"step": 2, BATCH: 1}) + "\n")
-    found = compare(step=2, corrections="off token_truncate token_mask", names="ppo_clip")
+    found = compare(
+        step=2, corrections="off token_truncate token_mask", names="ppo_clip", overrides=("rollout.max_staleness=2",)
+    )
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, BATCH: n}) + "\n" for n in (1, 2)))
     untrained = {row.name: row.untrained for row in found.rows}
     assert untrained["ppo_clip off"] == untrained["run"] == 0
@@ -161,9 +163,14 @@ def test_the_result_is_a_table_a_page_and_json(compare) -> None:
     [
         ({"step": 2}, r"--step 2 was computed with the weights of update 1.*no whole checkpoint; name --step 1, or"),
         ({"step": 9}, "found step-000001 to step-000002"),
+        ({"names": "ppo"}, "ppo needs a critic.*algorithm=ppo"),
+        ({"names": "opd"}, "opd needs a teacher's scores"),
+        ({"names": "remax"}, r"needs greedy answers, which are not saved; compare algorithm\.advantage=rloo"),
+        ({"names": "sft"}, "needs demonstrations alone"),
+        ({"names": "m2po"}, "m2po: correction.high=1.1 has no effect"),
         ({"after": 1}, r"--after 1: .* 1 optimizer steps.*algorithm\.minibatches=4"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_a_model_is_loaded(compare, more: dict, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        compare(names="gspo", **more)
+        compare(**{"names": "gspo", **more})
