@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -66,8 +65,8 @@ def objectives_of(
         label = name if mode is None else f"{name} {mode}"
         if label in objectives:
             continue
-        wanted = own if name == RUN else _algorithm(name, own)
-        algorithm = replace(wanted, **common)
+        settings = own if name == RUN else _algorithm(name, own)
+        algorithm = replace(settings, **common)
         correction = own_correction if mode is None else _correction(mode, own_correction)
         check(label, algorithm, correction)
         objectives[label] = Objective(
@@ -75,7 +74,9 @@ def objectives_of(
             algorithm=algorithm,
             correction=correction,
             changes=(*_changes("algorithm", own, algorithm), *_changes("correction", own_correction, correction)),
-            kept=tuple(f"algorithm.{k}={typed(getattr(wanted, k))}" for k, v in common.items() if _asks(wanted, k, v)),
+            kept=tuple(
+                f"algorithm.{k}={typed(getattr(settings, k))}" for k, v in common.items() if _asks(settings, k, v)
+            ),
         )
     return list(objectives.values())
 
