@@ -18,7 +18,7 @@ from vllm.exceptions import RetryableRequestError, VLLMValidationError
 
 from lockstep.rollout.engine import embedded
 from lockstep.rollout.engine.adapters import AdapterSettings
-from lockstep.rollout.engine.arguments import CPU_BLOCK_TOKENS, engine_arguments
+from lockstep.rollout.engine.arguments import CPU_BLOCK_TOKENS, EXTENSION, engine_arguments
 from lockstep.rollout.engine.embedded import EmbeddedEngine, _check_compiler
 from lockstep.rollout.engine.engine_answers import UNUSABLE_PREFIX
 from lockstep.rollout.engine.engine_settings import EngineSettings
@@ -34,10 +34,13 @@ def arguments(path: Path, *, is_cpu: bool, dtype: str = "bfloat16", max_model_le
 
 
 def test_settings_for_cpus_alone_are_not_given_to_gpus(tmp_path: Path) -> None:
+    on_both = {"worker_extension_cls": EXTENSION}
     on_cpu = arguments(tmp_path, is_cpu=True)
-    assert on_cpu == {"max_num_batched_tokens": 9000, "enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS}
+    assert on_cpu == on_both | {
+        "max_num_batched_tokens": 9000, "enable_chunked_prefill": False, "block_size": CPU_BLOCK_TOKENS,
+    }  # fmt: skip
     on_gpu = arguments(tmp_path, is_cpu=False)
-    assert on_gpu == {"max_num_batched_tokens": 8192, "hf_overrides": {"head_dtype": "float32"}}
+    assert on_gpu == on_both | {"max_num_batched_tokens": 8192, "hf_overrides": {"head_dtype": "float32"}}
     assert "hf_overrides" not in arguments(tmp_path, is_cpu=False, dtype="float32")
     assert {*on_cpu, *on_gpu} <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
