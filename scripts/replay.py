@@ -1,4 +1,4 @@
-"""Replay one step of an earlier run, to find out what was wrong with it.
+"""Replay one step of an earlier run, to find out what was wrong with it, or a whole run with rollouts made ahead.
 
     lockstep replay runs/latest --step 5             train on its saved rollouts and its demonstrations; print
                                                               loss, gradient norm, metrics beside those of the run
@@ -6,6 +6,8 @@
     lockstep replay runs/latest --step 5 --sample    sample its prompts again, without training
     lockstep replay runs/latest --step 5 algorithm.loss=gspo   with other settings
     lockstep replay runs/mine --step 5 --sample --trust-run    with the reward and environment files of the run
+    lockstep replay --run runs/latest                train it again from its beginning, with real sampling, by its log
+                                                              of arrivals and versions (rollout.max_staleness)
 
 Demonstrations of a step, also with algorithm=sft, are read again from the files that the config.yaml of the run names.
 Writes nothing. Others may have written the run: code of its models is run only with model.trust_remote_code=true on
@@ -13,7 +15,8 @@ this command line; a loss or advantage of a file that its config.yaml names, dem
 with files, addresses or environment variables that it names, need --trust-run. Uses the newest checkpoint up to the
 step; train with checkpoint.every=1 and a large checkpoint.keep to replay any step exactly. One process replays a run of
 several ranks up to rounding; for the same bits start it with `accelerate launch` and the config file of the run.
-Exit status 0: success; 1: exact weights gave other numbers than the run; 2: wrong arguments or damaged files.
+A whole run is followed in one process on a CPU, and recorded with rollout.num_threads=1 (docs/asynchrony.md).
+Exit status 0: success; 1: exact weights, or a whole run, gave other numbers; 2: wrong arguments or damaged files.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="directory of a run or of a dumped batch")
     parser.add_argument("--step", type=int, help="update after the step; required for a run")
+    parser.add_argument("--run", action="store_true", help="train the whole run again, with rollouts made ahead")
     parser.add_argument("--sample", action="store_true", help="sample the prompts of the step without training")
     parser.add_argument(
         "--trust-run",
@@ -40,6 +44,15 @@ def main() -> int:
     from lockstep.rollout.safe_text import print_error
 
     try:
+        if arguments.run:
+            if arguments.step is not None or arguments.sample:
+                raise ConfigError("--run replays a whole run, with sampling; leave out --step and --sample")
+            from lockstep.lab.run_replay.replay_run import replay_run
+
+            is_same = replay_run(
+                arguments.path, overrides=arguments.overrides, trusts_run=arguments.trust_run
+            )
+            return 0 if is_same or arguments.overrides else 1
         if arguments.step is None and not (arguments.path / "attempt.json").is_file():
             raise ConfigError(
                 f"{arguments.path} is not a dumped batch (it has no attempt.json); for a run add --step <update>"

@@ -150,6 +150,7 @@ def sample_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
         "logprobs": MAX_SUPPORT if sampling.truncates else 0,  # 0: the sampled token only
         "flat_logprobs": True,
         "detokenize": False,
+        **({"extra_args": {"drawn": sampling.drawn}} if sampling.drawn else {}),
     }
 
 

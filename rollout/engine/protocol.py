@@ -65,6 +65,8 @@ class Sampling:
     """Sample past the end-of-sequence token, for responses of fixed length."""
     seed: int | None = None
     """Per request; the same seed gives the same tokens in any batch."""
+    drawn: int = 0
+    """Sampled tokens at the end of the prompt, after which an embedded engine goes on as if it had just drawn them."""
     is_trained: bool = True
     """False in evaluation, which needs no support of truncated sampling."""
     with_routes: bool = False

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
 
     Base = Scheduler
 else:
@@ -65,6 +66,14 @@ class BufferedOutputs(Base):
                 message = messages.setdefault(client, EngineCoreOutputs())
                 message.outputs.append(merge_outputs(self._take(request_id)))
         return messages
+
+    def add_request(self, request: Request) -> None:
+        sampling = request.sampling_params
+        if sampling is not None and (sampling.extra_args or {}).get("drawn"):
+            from lockstep.rollout.engine.repairs import drawn_tokens  # other engines do not load it
+
+            drawn_tokens.install()
+        super().add_request(request)
 
     def has_requests(self) -> bool:
         """Return True also for a frozen engine with buffered outputs: one more step, without tokens, sends them."""

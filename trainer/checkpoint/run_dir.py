@@ -3,6 +3,7 @@
     runs/<name>/config.yaml           the resolved configuration, without secrets
                 provenance.json       code version, packages, devices
                 metrics.jsonl         one object per step
+                asynchrony.jsonl      with rollout.max_staleness: which groups arrived when, one line per step
                 rollouts/step-N.jsonl sampled rollouts, with token ids, logprobs and rewards
                 evaluations/          results and rollouts of each evaluation
                 media/                images of prompts and tools, by digest
@@ -50,7 +51,7 @@ class RunDirectory:
         self.path = path
         self.config = path / "config.yaml"
         self.provenance = path / "provenance.json"
-        self.metrics = path / "metrics.jsonl"
+        self.metrics, self.asynchrony = path / "metrics.jsonl", path / "asynchrony.jsonl"
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
         self.media = path / "media"

@@ -29,6 +29,7 @@ from lockstep.rewards.composition import Tally
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import OnRollout, RunEpisode, Sampler
+from lockstep.trainer.collect.collect_log import Collection, CollectLog, Round
 from lockstep.trainer.collect.driving import end
 from lockstep.trainer.collect.groups import Collected, Group, is_kept, rewards_of
 from lockstep.trainer.collect.source import RolloutSource
@@ -87,9 +88,12 @@ class _Orders(NamedTuple):
 class Producer(RolloutSource):
     """Asynchronous source. Its state changes only during `collect`."""
 
-    def __init__(self, config: Config, **parts: Any) -> None:
-        """parts: see `RolloutSource`."""
+    def __init__(self, config: Config, *, log: CollectLog, **parts: Any) -> None:
+        """log: is told of each batch, on rank 0. parts: see `RolloutSource`."""
         super().__init__(config, **parts)
+        self._log = log
+        self._begins: str | None = "start"
+        """See `Collection.begins`."""
         self._batch = config.rollout.prompts_per_step
         self._max_staleness = config.rollout.max_staleness
         self._updates_per_step = config.algorithm.epochs * config.algorithm.minibatches
@@ -120,6 +124,7 @@ class Producer(RolloutSource):
             batch: Sequence[_Work] | None = None
             shown_places: set[int] = set()
             arrived: list[tuple[int, _Complete]] = []
+            rounds: list[Round] = []
 
             def decide() -> _Orders:
                 nonlocal too_old, batch
@@ -130,14 +135,19 @@ class Producer(RolloutSource):
                 if too_old is None:
                     limit = version - self._max_staleness
                     too_old = dropped = self._remove([work for work in self._works if work.oldest_version < limit])
-                silent.extend(self._deliver([w for w in self._complete() if not is_kept(w.group, self._algorithm)]))
+                oldest = [(place, works[place].oldest_version) for place, _ in arrived]
+                quiet = self._deliver([w for w in self._complete() if not is_kept(w.group, self._algorithm)])
+                silent.extend(quiet)
                 begun = self._begin(self._room(version), version)
                 for work in self._complete():
                     for rollout in work.group if work.place not in shown_places else ():
                         on_rollout(rollout)
                     shown_places.add(work.place)
                 batch = self._ready(version, num_silent=len(silent))
-                return _Orders(begun, [work.place for work in dropped], is_ready=batch is not None)
+                rounds.append(Round(arrived=oldest, dropped=_places(dropped), silent=_places(quiet), begun=begun))
+                if batch is not None:
+                    self._write(step, version, rounds, batch)
+                return _Orders(begun, _places(dropped), is_ready=batch is not None)
 
             arrived = drivers.gather(lambda: self._drivers.loop.run(self._take_complete()))
             while not (orders := _Orders(*drivers.decide(decide))).is_ready:
@@ -151,7 +161,21 @@ class Producer(RolloutSource):
                 )
             )
 
+    def _write(self, step: int, version: int, rounds: Sequence[Round], batch: Sequence[_Work]) -> None:
+        """Write a line of the log."""
+        begins, self._begins = self._begins, None
+        line = Collection(
+            step=step,
+            version=version,
+            begins=begins,
+            is_alone=self._drivers.poll_s is None,
+            rounds=rounds,
+            batch=_places(batch),
+        )
+        self._log.append(line)
+
     def forget(self) -> None:
+        self._begins = self._begins or "engine"
         self._drivers.loop.run(self._cancel())
         self._prompts.restore(self._prompts.position)
         self._take_metrics()  # of rollouts that are sampled again
@@ -279,6 +303,10 @@ class Producer(RolloutSource):
             "rollout/dropped_stale": float(group_size * num_too_old),
         }
         return replace(collection, metrics=metrics)
+
+
+def _places(works: Sequence[_Work]) -> list[int]:
+    return [work.place for work in works]
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, list[Rollout]]]) -> list[list[Rollout]]:

@@ -73,7 +73,6 @@ def start_engines(
 ) -> Engines:
     """Start or connect to the engines of the configuration; a collective. logs: directory of the engines' logs.
 
-
     Raises `EngineError` on all ranks if vLLM does not start (with the end of its log) or a server cannot be reached.
     """
     rollout, context = config.rollout, config.engine_context

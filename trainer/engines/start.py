@@ -136,6 +136,7 @@ def engine_settings(
         adapters=adapters,
         return_routes=correction.routing_replay == "engine",
         batch_invariant=rollout.batch_invariant,
+        num_threads=rollout.num_threads,
         seed=seed,
         max_images=model.images.max_per_prompt,
         max_num_seqs=rollout.max_num_seqs,

@@ -322,11 +322,11 @@ class Assembly:
             if gateway.port:  # drivers on one machine have a gateway each
                 gateway = replace(gateway, port=gateway.port + int(os.environ.get("LOCAL_RANK", "0")))
             sampler = make_sampler(replace(config, gateway=gateway), engine=engines.pool, chat=chat)
-        make_source: type[RolloutSource] = Collector
+        make_source: Callable[..., RolloutSource] = Collector
         if config.rollout.max_staleness:
-            from lockstep.trainer.collect.async_source import Producer
+            from lockstep.trainer.collect.async_source import Producer, CollectLog
 
-            make_source = Producer
+            make_source = partial(Producer, log=CollectLog(self._directory.asynchrony))
         episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
         sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
         rollouts = make_source(config, episodes=episodes, sampling=sampling, prompts=prompts)
