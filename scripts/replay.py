@@ -49,9 +49,7 @@ def main() -> int:
                 raise ConfigError("--run replays a whole run, with sampling; leave out --step and --sample")
             from lockstep.lab.run_replay.replay_run import replay_run
 
-            is_same = replay_run(
-                arguments.path, overrides=arguments.overrides, trusts_run=arguments.trust_run
-            )
+            is_same = replay_run(arguments.path, overrides=arguments.overrides, trusts_run=arguments.trust_run)
             return 0 if is_same or arguments.overrides else 1
         if arguments.step is None and not (arguments.path / "attempt.json").is_file():
             raise ConfigError(

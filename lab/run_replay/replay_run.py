@@ -1,7 +1,7 @@
 """Replay of a whole run with rollouts made ahead (`lockstep replay --run`): trained again, by the run's own log.
 
-    log ─► groups begin and arrive as in the run ─► Trainer.step ─► metrics, rollouts, weights beside those of the run
-    saved rollouts ─► versions of all tokens ─► engine ─► ids and logprobs beside those of the run
+    log            ─► groups begin and arrive as in the run ─┐
+    saved rollouts ─► versions of all tokens ─► engine ──────┴─► Trainer.step ─► all beside the numbers of the run
 
 Everything is computed again: environments, rewards, sampling, training, weight syncs. From the run come the settings,
 the data, and what the clock decided: the order in which groups arrived, and the weights that sampled each token. On a
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,19 @@ from lockstep.trainer.model.families import FAMILIES
 from lockstep.trainer.observe.console import RunConsole
 from lockstep.trainer.run.assembly import Assembly, RolloutParts
 from lockstep.trainer.run.library_logs import ThirdPartyLog, quiet_third_parties
+from lockstep.trainer.step import Trainer
 
 NOT_COMPARED = (
-    *("time/", "perf/", "sync/", "eval/", "health/", "judge/"),
-    *("rollout/reissued", "rollout/groups_lost_to_engine", "rollout/engine_restarts", "rollout/duration_s"),
+    *("time/", "perf/", "sync/", "eval/", "health/", "judge/", "rollout/duration_s"),
+    *("rollout/reissued", "rollout/groups_lost_to_engine", "rollout/engine_restarts"),
 )
-"""Prefixes of metrics that measure time, that a replay does not compute, or that count what dropped groups did.
-
-Those of single reward functions (`reward/<function>/mean`, `reward/errors/*`), too, are of the groups that were scored
-since the step before, whether they are trained or not. The rewards themselves are compared.
-"""
+"""Prefixes of metrics that measure time, that a replay does not compute, or that count what became of groups that are
+not trained. Those of single reward functions (`reward/<function>/mean`, `reward/errors/*`), too, are of the groups that
+were scored since the step before; rewards themselves are compared."""
 
 
 def replay_run(path: Path, *, overrides: Sequence[str], trusts_run: bool = False) -> bool:
-    """Train a run again, and print what was compared. Returns False at the first difference, which is printed.
+    """Train a run again, and print what was compared. Returns False after a difference, which is printed.
 
     trusts_run: see `settings_of`. Raises `ConfigError`, before an engine starts, for a run that cannot be followed bit
     for bit, and `DataError` for damaged files.
@@ -67,10 +67,9 @@ def replay_run(path: Path, *, overrides: Sequence[str], trusts_run: bool = False
     config = settings_of(run, overrides, sample=True, trusts_run=trusts_run)
     _refuse_inexact(config, recorded)
     config.rollout.engine_restarts = 0
+    optimizer = config.optimizer
     distributed = Distributed.start(
-        dtype=config.model.dtype,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        reduce_dtype=config.optimizer.reduce_dtype,
+        dtype=config.model.dtype, max_grad_norm=optimizer.max_grad_norm, reduce_dtype=optimizer.reduce_dtype
     )
     with distributed, tempfile.TemporaryDirectory(prefix="lockstep-replay-") as work, BackgroundLoop() as loop:
         if distributed.world_size > 1:
@@ -80,14 +79,14 @@ def replay_run(path: Path, *, overrides: Sequence[str], trusts_run: bool = False
         if programs := outside_of(config):
             text = redact_text(", ".join(programs))
             console.say(f"code, programs, addresses and variables used with your rights: {text}")
-        directory = RunDirectory(Path(work))
+        directory, libraries = RunDirectory(Path(work)), ThirdPartyLog()
         directory.media = recorded.directory.media
         directory.logs.mkdir()
-        torch.manual_seed(config.seed)
-        libraries = ThirdPartyLog()
         libraries.open(directory.logs / "libraries.log", console.warn)
+        torch.manual_seed(config.seed)
         assembly = _Assembly(recorded, config, distributed, directory, loop, console, libraries)
-        parts = assembly.parts()
+        with libraries.shown_on_failure():
+            parts = assembly.parts()
         try:
             return _Comparison(recorded, distributed, console, Path(work)).follow(parts.trainer, assembly)
         finally:
@@ -96,40 +95,37 @@ def replay_run(path: Path, *, overrides: Sequence[str], trusts_run: bool = False
 
 
 def _refuse_inexact(config: Config, recorded: RecordedRun) -> None:
-    """Raise `ConfigError` for settings with which a replay could not give the same bits, or follow at all."""
-    rollout = config.rollout
+    """Raise `ConfigError` for settings with which a replay could not give the same bits, or not follow at all."""
+    rollout, plan = config.rollout, config.plan
     model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     model_type = model.get_text_config().model_type
-    is_recurrent = any(model_type in family.model_types for family in FAMILIES if family.is_recurrent)
+    recurrent_types = [name for family in FAMILIES if family.is_recurrent for name in family.model_types]
+    beside = "the last bits of a logprob depend on what the engine computes beside it; record with"
     problems = {
-        "this machine has a GPU, and runs are replayed on CPUs: to hide it, set CUDA_VISIBLE_DEVICES=": (
+        "this machine has a GPU, and runs are followed on CPUs; hide it: CUDA_VISIBLE_DEVICES= lockstep replay ...": (
             torch.cuda.is_available()
         ),
-        f"rollout.engine={rollout.engine}: the bits of a token depend on what a server or another rank's engine "
-        "computes beside it; record with rollout=embedded": rollout.engine != "embedded",
-        f"rollout.num_engines={rollout.num_engines}: record with rollout.num_engines=1": rollout.num_engines != 1,
-        f"rollout.num_threads={rollout.num_threads}: with more than one thread the last bits of a logprob depend on "
-        "what the engine computes beside it; record with rollout.num_threads=1": rollout.num_threads != 1,
-        f"{model_type} carries a state from token to token, which the engine computes by other sums when it goes on "
-        "after a weight sync than when it samples in one go; train it without rollout.max_staleness": is_recurrent,
+        f"rollout.engine={rollout.engine}: {beside} rollout=embedded": rollout.engine != "embedded",
+        f"rollout.num_engines={rollout.num_engines}: which engine sampled a token is not recorded; record with "
+        "rollout.num_engines=1": rollout.num_engines != 1,
+        f"rollout.num_threads={'null' if rollout.num_threads is None else rollout.num_threads}: with several threads "
+        f"{beside} rollout.num_threads=1": rollout.num_threads != 1,
+        f"a model of type {model_type} carries a state from token to token, and after a sync the engine computes it "
+        "by other sums; train it without rollout.max_staleness": model_type in recurrent_types,
         "the run had several ranks, whose sums round in another order here; record in one process": not all(
             line.is_alone for line in recorded.collections
         ),
-        f"algorithm.advantage={config.algorithm.advantage} needs greedy answers, which are not saved": (
-            config.plan.needs_greedy
-        ),
-        "teacher.path: the scores of a teacher are of its own engine, which a replay does not start": (
-            config.has_teacher
-        ),
-        "correction.routing_replay=engine: experts of an interrupted call are not saved by version; record with "
-        "correction.routing_replay=off": config.plan.replays_engine,
-        f"environment={config.environment.name}: the calls of an agent come from outside of its episode": (
+        f"algorithm.advantage={config.algorithm.advantage}: greedy answers are not saved": plan.needs_greedy,
+        "teacher.path: a replay starts no teacher": config.has_teacher,
+        "correction.routing_replay=engine: the experts of an interrupted call cannot be asked for again; record with "
+        "correction.routing_replay=off": plan.replays_engine,
+        f"environment={config.environment.name}: calls of an agent come from outside of its episode": (
             declaration(config.environment.name).uses_gateway
         ),
     }
     for sentence, holds in problems.items():
         if holds:
-            raise ConfigError(f"{recorded.directory.path} cannot be replayed bit for bit: {sentence}")
+            raise ConfigError(f"{recorded.directory.path} cannot be followed bit for bit: {sentence}")
 
 
 class _Assembly(Assembly):
@@ -138,19 +134,16 @@ class _Assembly(Assembly):
     engine: PacedEngine
     source: FollowedSource
 
-    def __init__(self, recorded: RecordedRun, config: Config, *args: Any) -> None:
-        super().__init__(config, *args)
+    def __init__(self, recorded: RecordedRun, *args: Any) -> None:
+        super().__init__(*args)
         self._recorded = recorded
 
     def _rollout_parts(self, engines: Engines, drivers: Drivers, chat: Chat, prompts: Prompts) -> RolloutParts:
         parts, config = super()._rollout_parts(engines, drivers, chat, prompts), self._config
         assert engines.pool is not None
-        self.engine = PacedEngine(engines.pool)
-        episodes = parts.episodes.__class__(
-            drivers=drivers,
-            sampler=make_sampler(config, engine=self.engine, chat=chat),
-            rewards=parts.episodes.rewards,
-        )
+        patience_s = config.rollout.request_timeout_s + config.environment.call_timeout_s
+        self.engine = PacedEngine(engines.pool, patience_s=patience_s)
+        episodes = replace(parts.episodes, sampler=make_sampler(config, engine=self.engine, chat=chat))
         sampling = make_sampling(config.rollout, chat, with_routes=False)
         self.source = FollowedSource(
             config, run=self._recorded, engine=self.engine, episodes=episodes, sampling=sampling, prompts=prompts
@@ -166,34 +159,33 @@ class _Comparison:
         self._say = console.say
         self._num_metrics = self._num_checkpoints = 0
 
-    def follow(self, trainer: Any, assembly: _Assembly) -> bool:
+    def follow(self, trainer: Trainer, assembly: _Assembly) -> bool:
         """Train all batches, and say what was equal. Returns False after a difference."""
-        num_batches, problem = 0, ""
+        num_equal, num_batches, problem = 0, len(self._recorded.collections), ""
         try:
             trainer.push_weights()
-            for number in range(len(self._recorded.collections)):
+            for number in range(num_batches):
                 report = trainer.step()
                 self._compare_metrics(number, report.metrics)
-                self._compare_weights(report.update)
-                num_batches += 1
-                self._say(f"batch {num_batches}, update {report.update}: {len(report.rollouts)} rollouts are equal")
+                self._compare_state(report.update)
+                num_equal += 1
+                self._say(f"batch {num_equal}, update {report.update}: {len(report.rollouts)} rollouts are equal")
         except Difference as difference:
-            problem = f"batch {num_batches + 1} differs: {safe_text(str(difference))}"
-        engine = assembly.engine
+            problem = f"batch {num_equal + 1} differs: {safe_text(str(difference))}"
+        engine, num_left_out = assembly.engine, assembly.source.num_left_out
         self._say(
-            f"{num_batches} of {len(self._recorded.collections)} batches are equal bit for bit: {engine.num_tokens} "
-            f"tokens with their logprobs ({engine.num_interrupted} calls went on with other weights), "
-            f"{self._num_metrics} metrics, {self._num_checkpoints} checkpoints"
+            f"{num_equal} of {num_batches} batches are equal bit for bit: {engine.num_tokens} tokens with their "
+            f"logprobs ({engine.num_interrupted} calls went on with other weights), {self._num_metrics} metrics, "
+            f"{self._num_checkpoints} checkpoints"
         )
-        if assembly.source.num_left_out:
+        if num_left_out:
             self._say(
-                f"{assembly.source.num_left_out} groups were not sampled: the run dropped them as too old, or was "
-                "stopped before it trained them, so nothing depends on them"
+                f"{num_left_out} groups were not sampled: the run ended them untrained, so nothing depends on them"
             )
+        if not self._num_checkpoints:
+            self._say("no weights were compared: the run kept no checkpoint of these updates (checkpoint.keep)")
         if problem:
             self._say(problem)
-        elif not self._num_checkpoints:
-            self._say("no weights were compared: the run has no checkpoint (record with checkpoint.every=1)")
         return not problem
 
     def _compare_metrics(self, number: int, metrics: Mapping[str, float]) -> None:
@@ -203,18 +195,17 @@ class _Comparison:
                 continue
             now, then = metrics[name], math.nan if logged[name] is None else logged[name]
             if now != then and (math.isfinite(now) or math.isfinite(then)):
-                raise Difference(f"{name} {now!r}, in the run {then!r}")
+                raise Difference(f"{name} is {now!r}, in the run {then!r}")
             self._num_metrics += 1
 
-    def _compare_weights(self, update: int) -> None:
+    def _compare_state(self, update: int) -> None:
         """Compare parameters and the optimizer's state with the checkpoint of this update, if the run kept it."""
-        path = self._recorded.directory.checkpoints / f"step-{update}"
+        path, place = self._recorded.directory.checkpoints / f"step-{update}", self._work / "state"
         if not (path / MANIFEST).is_file():
             return
-        place = self._work / "state"
         place.mkdir(exist_ok=True)
         self._distributed.save_state(place)
         for file in sorted(place.iterdir()):
             if fingerprint(file) != fingerprint(path / file.name):
-                raise Difference(f"{file.name} of the state after update {update} has other bytes than in {path}")
+                raise Difference(f"{file.name} after update {update} has other bytes than in {path}")
         self._num_checkpoints += 1

@@ -33,6 +33,7 @@ ROOMS = (
     "lab/__init__.py",
     "lab/diagnose.py",
     "lab/objectives",
+    "lab/run_replay",
     "lab/replay.py",
     "lab/inspect_run.py",
     "lab/plot.py",

@@ -2,8 +2,7 @@
 
     runs/<name>/config.yaml           the resolved configuration, without secrets
                 provenance.json       code version, packages, devices
-                metrics.jsonl         one object per step
-                asynchrony.jsonl      with rollout.max_staleness: which groups arrived when, one line per step
+                metrics.jsonl         one object per step; asynchrony.jsonl: order of rollouts made ahead
                 rollouts/step-N.jsonl sampled rollouts, with token ids, logprobs and rewards
                 evaluations/          results and rollouts of each evaluation
                 media/                images of prompts and tools, by digest

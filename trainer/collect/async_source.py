@@ -41,7 +41,7 @@ GROUPS_SCORED_AT_ONCE = 4
 """Groups in scoring on a driver; each scores up to 16 rollouts at once (`rewards.composition.FaultTolerance`)."""
 
 
-class _Complete(NamedTuple):
+class Complete(NamedTuple):
     group: Group
     greedy: Sequence[Rollout]
     """Greedy answer to its prompt; empty if the advantage does not need it."""
@@ -55,7 +55,7 @@ class _Work:
     """Place of its prompt in the data; also its group id."""
     begun: int
     """Version of the engine's weights at its beginning: none of its tokens is older."""
-    result: _Complete | None = None
+    result: Complete | None = None
     """None until its driver has handed it over."""
 
     @property
@@ -74,7 +74,7 @@ class _Work:
         return min((call.oldest_version for call in calls), default=self.begun)
 
 
-class _Orders(NamedTuple):
+class Orders(NamedTuple):
     """Decisions of rank 0 in one round."""
 
     begun: Sequence[int] = ()
@@ -101,7 +101,7 @@ class Producer(RolloutSource):
         self._shared = AsyncExitStack()
         self._is_open = False
         self._run_episode: RunEpisode | None = None
-        self._tasks: dict[int, asyncio.Task[_Complete]] = {}
+        self._tasks: dict[int, asyncio.Task[Complete]] = {}
         """Groups of this rank that it has not handed to rank 0, by place."""
         self._works: list[_Work] = []
         """On rank 0, groups that are neither trained nor dropped, in the order of their beginning."""
@@ -123,10 +123,10 @@ class Producer(RolloutSource):
             too_old: Sequence[_Work] | None = None
             batch: Sequence[_Work] | None = None
             shown_places: set[int] = set()
-            arrived: list[tuple[int, _Complete]] = []
+            arrived: list[tuple[int, Complete]] = []
             rounds: list[Round] = []
 
-            def decide() -> _Orders:
+            def decide() -> Orders:
                 nonlocal too_old, batch
                 works = {work.place: work for work in self._works}
                 for place, result in arrived:
@@ -147,10 +147,10 @@ class Producer(RolloutSource):
                 rounds.append(Round(arrived=oldest, dropped=_places(dropped), silent=_places(quiet), begun=begun))
                 if batch is not None:
                     self._write(step, version, rounds, batch)
-                return _Orders(begun, _places(dropped), is_ready=batch is not None)
+                return Orders(begun, _places(dropped), is_ready=batch is not None)
 
             arrived = drivers.gather(lambda: self._drivers.loop.run(self._take_complete()))
-            while not (orders := _Orders(*drivers.decide(decide))).is_ready:
+            while not (orders := Orders(*drivers.decide(decide))).is_ready:
                 arrived = drivers.gather(lambda: self._drivers.loop.run(self._advance(orders)))
             drivers.together(lambda: self._drivers.loop.run(self._start(orders)))
             self._episodes.hand_over()
@@ -235,7 +235,7 @@ class Producer(RolloutSource):
         if self._sampler is not None:
             self._run_episode = await self._shared.enter_async_context(self._sampler.open(self._sampling))
 
-    async def _start(self, orders: _Orders) -> None:
+    async def _start(self, orders: Orders) -> None:
         """Begin and end groups of this rank."""
         for place in orders.dropped:
             if place in self._tasks:
@@ -249,7 +249,7 @@ class Producer(RolloutSource):
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._tasks[place] = task
 
-    async def _advance(self, orders: _Orders) -> list[tuple[int, _Complete]]:
+    async def _advance(self, orders: Orders) -> list[tuple[int, Complete]]:
         """Follow the orders, wait for a group of this rank, and return those that are complete."""
         await self._start(orders)
         if self._tasks:
@@ -257,7 +257,7 @@ class Producer(RolloutSource):
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=seconds)
         return await self._take_complete()
 
-    async def _take_complete(self) -> list[tuple[int, _Complete]]:
+    async def _take_complete(self) -> list[tuple[int, Complete]]:
         """Return complete groups by place, once. Raises the failure of a group."""
         complete = [(place, task.result()) for place, task in self._tasks.items() if task.done()]
         for place, _ in complete:
@@ -269,7 +269,7 @@ class Producer(RolloutSource):
         self._tasks.clear()
         self._works.clear()
 
-    async def _make(self, sampler: Sampler, place: int, row: Row) -> _Complete:
+    async def _make(self, sampler: Sampler, place: int, row: Row) -> Complete:
         """Sample and score a group, and the greedy answer to its prompt if the advantage needs it."""
         coroutines = [self._sample(sampler, place, row, self._sampling, self._config.rollout.samples_per_prompt)]
         if self._config.plan.needs_greedy:
@@ -280,7 +280,7 @@ class Producer(RolloutSource):
             scored_group = await self._rewards.score(group)
             answers = [answer for one in greedy for answer in await self._rewards.score(one, tally=tally)]
             self._rewards.refuse_errors(tally)
-        return _Complete(group=tuple(scored_group), greedy=tuple(answers))
+        return Complete(group=tuple(scored_group), greedy=tuple(answers))
 
     def _sample(
         self, sampler: Sampler, place: int, row: Row, sampling: Sampling, count: int

@@ -138,8 +138,7 @@ def check_allocator(variables: Mapping[str, str]) -> None:
 
 
 def _memory(plan_memory: Callable[[], MemoryPlan], *, available: int) -> dict[str, float]:
-    """Return `kv_cache_gib` and `gpu_memory_utilization` of this rank's engine, configured or planned; nothing on a
-    CPU."""
+    """Return `kv_cache_gib` and `gpu_memory_utilization` of this rank's engine, configured or planned; {} on a CPU."""
     if not torch.cuda.is_available():
         return {}
     check_allocator(os.environ)

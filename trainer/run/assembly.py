@@ -324,7 +324,8 @@ class Assembly:
             sampler = make_sampler(replace(config, gateway=gateway), engine=engines.pool, chat=chat)
         make_source: Callable[..., RolloutSource] = Collector
         if config.rollout.max_staleness:
-            from lockstep.trainer.collect.async_source import Producer, CollectLog
+            from lockstep.trainer.collect.async_source import Producer
+            from lockstep.trainer.collect.collect_log import CollectLog
 
             make_source = partial(Producer, log=CollectLog(self._directory.asynchrony))
         episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)

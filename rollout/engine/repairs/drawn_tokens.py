@@ -1,7 +1,7 @@
 """Requests that go on after tokens which an earlier request with their seed has drawn (`Sampling.drawn`).
 
-vLLM's V1 runner gives each seeded request a generator. On a CPU every token takes one number from it
-(`sample_with_generators` of the CPU sampler), so a request whose prompt ends with k drawn tokens begins k numbers later.
+vLLM's V1 runner gives each seeded request a generator, from which on a CPU every token takes one number
+(`TopKTopPSampler.forward_cpu`). So a request whose prompt ends with k drawn tokens begins k numbers later.
 The V2 runner hashes the seed with the position of the token, and needs nothing.
 
 Installed when the first such request arrives, in the process of the scheduler, which is the worker's with the executor
@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from lockstep.rollout.vllm_names import check_vllm
+
 
 def install() -> None:
     """Advance the generators of requests with `drawn` in their `extra_args`; may be called repeatedly."""
+    check_vllm("drawn")
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     update = GPUModelRunner._update_states

@@ -60,9 +60,7 @@ class RolloutConfig:
         above=0,
     )
     num_engines: int = setting(1, "number of engines on a CPU, which share the cores", low=1, when=EMBEDDED)
-    num_threads: int | None = setting(
-        None, "compute threads of a CPU engine; null: its cores, one of which is left to the trainer", low=1, when=EMBEDDED
-    )
+    num_threads: int | None = setting(None, "threads of an engine on a CPU; null: cores - 1", low=1, when=EMBEDDED)
     compile_engine: bool = setting(
         False, "compile CPU engines at start: up to a minute, needs a C++ compiler (on GPUs vLLM always compiles)"
     )

@@ -18,6 +18,7 @@ from lockstep.rollout.errors import EngineError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.collect.async_source import Producer
+from lockstep.trainer.collect.collect_log import Collection
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.groups import Collected
@@ -112,7 +113,14 @@ class Run:
         self.prompts = Prompts([rows], seed=0, shuffle=False, curriculum=config.data.curriculum)
         drivers = Drivers(loop)
         episodes = Episodes(drivers=drivers, sampler=self.sampler, rewards=Rewards(reward))  # type: ignore[arg-type]
-        self.producer = Producer(config, episodes=episodes, sampling=Sampling(max_tokens=8), prompts=self.prompts)
+        self.log: list[Collection] = []
+        self.producer = Producer(
+            config,
+            log=self.log,
+            episodes=episodes,
+            sampling=Sampling(max_tokens=8),
+            prompts=self.prompts,  # type: ignore[arg-type]
+        )
         self.shown: list[Rollout] = []
 
     def collect(self) -> Collected:

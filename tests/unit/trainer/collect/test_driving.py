@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from lockstep.trainer.collect.async_source import Producer
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.several_ranks import SeveralRanks, pack
-from lockstep.trainer.collect.source import Collector, RolloutSource
+from lockstep.trainer.collect.source import Collector
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Prompts
 from lockstep.trainer.evaluate.evaluator import Evaluator
@@ -126,7 +127,7 @@ class Rank:
             rewards=RewardSet(list(rewards) or [Reward(name="own", function=own)], tolerance or TOLERANT),
         )
         self.episodes.drivers.has_engine = lambda: self.is_served
-        make: type[RolloutSource] = Producer if max_staleness else Collector
+        make: Any = partial(Producer, log=[]) if max_staleness else Collector
         self.source = make(self.config, episodes=self.episodes, sampling=Sampling(max_tokens=8), prompts=self.prompts)
         self.shown: list[int] = []
 
