@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 from lockstep.rollout.engine.protocol import Engine, Sampling
@@ -177,7 +178,7 @@ def _supports(call: EngineCall) -> list[list[int]]:
     if call.support is None:
         return []
     offsets, ids = call.support.offsets.tolist(), call.support.token_ids.tolist()
-    return [ids[start:end] for start, end in zip(offsets, offsets[1:], strict=False)]
+    return [ids[start:end] for start, end in pairwise(offsets)]
 
 
 def _first_difference(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -126,6 +126,7 @@ def test_a_run_that_was_killed_and_resumed_is_followed(demo: tuple[str, ...], tm
     assert found["left out"] > 0, "groups in flight at a kill begin again"
 
 
+@pytest.mark.slow
 def test_the_first_difference_is_named(run: Path, tmp_path: Path) -> None:
     for name, change, expected in (
         ("logprob", lambda call: call["sampled_logprobs"].__setitem__(1, call["sampled_logprobs"][1] - 1e-7), 1),

@@ -150,7 +150,7 @@ def test_every_argument_and_variable_of_an_engine_is_declared() -> None:
             if function.name in ("engine_arguments", "arguments"):
                 given.update(argument_names(function))
     assert given == parameters("AsyncEngineArgs")
-    sampled, scored = sample_params(Sampling(max_tokens=1), room=1), score_params()
+    sampled, scored = sample_params(Sampling(max_tokens=1, drawn=1), room=1), score_params()
     assert {*sampled, *scored, "output_kind", "skip_clone"} == parameters("SamplingParams")
     assert {word for word in words() if re.fullmatch(r"VLLM_[A-Z0-9_]+", word)} == parameters("environment_variables")
 
