@@ -143,7 +143,8 @@ class _Assembly(Assembly):
         assert engines.pool is not None
         patience_s = config.rollout.request_timeout_s + config.environment.call_timeout_s
         self.engine = PacedEngine(engines.pool, patience_s=patience_s)
-        episodes = replace(parts.episodes, sampler=make_sampler(config, engine=self.engine, chat=chat))
+        sampler = make_sampler(config, engine=self.engine, chat=chat)  # type: ignore[arg-type]  # `__getattr__`
+        episodes = replace(parts.episodes, sampler=sampler)
         sampling = make_sampling(config.rollout, chat, with_routes=False)
         self.source = FollowedSource(
             config, run=self._recorded, engine=self.engine, episodes=episodes, sampling=sampling, prompts=prompts
