@@ -427,3 +427,29 @@ def test_the_state_of_the_queue_is_measured_and_progress_is_shown(loop: Backgrou
     assert collected.metrics["rollout/inflight"] >= GROUP
     assert {rollout.group_id for rollout in run.shown} >= {0, 1, 2, 3, 5}
     assert len({rollout.rollout_id for rollout in run.shown}) >= 2 * BATCH * GROUP - GROUP
+
+
+def test_the_log_has_what_was_decided(loop: BackgroundLoop) -> None:
+    run = Run(loop, stragglers="drop", reward=odd_prompts_vary, dynamic_sampling=True, max_refills=50)
+    run.hold(1)
+    trained = [run.train() for _ in range(4)]
+    run.settle()
+    assert [sorted(line.batch) for line in run.log] == trained
+    assert [line.begins for line in run.log] == ["start", None, None, None]
+    assert [line.version for line in run.log] == [0, 1, 2, 3]
+    assert all(line.is_alone for line in run.log)
+    rounds = [one for line in run.log for one in line.rounds]
+    begun = [place for one in rounds for place in one.begun]
+    silent = [place for one in rounds for place in one.silent]
+    dropped = [place for one in rounds for place in one.dropped]
+    arrived = [place for one in rounds for place, _ in one.arrived]
+    assert begun == list(range(len(begun))) == sorted(run.sampler.begun)
+    assert silent
+    assert all(place % 2 == 0 for place in silent)
+    assert dropped[0] == 1
+    assert len(set(arrived)) == len(arrived)
+    assert set(arrived) >= {place for line in run.log for place in line.delivered}
+    assert all(oldest in range(4) for one in rounds for _, oldest in one.arrived)
+    run.producer.forget()
+    run.train()
+    assert run.log[-1].begins == "engine", "an engine was lost"
