@@ -110,6 +110,7 @@ def _refuse_inexact(config: Config, recorded: RecordedRun) -> None:
         "rollout.num_engines=1": rollout.num_engines != 1,
         f"rollout.num_threads={'null' if rollout.num_threads is None else rollout.num_threads}: with several threads "
         f"{beside} rollout.num_threads=1": rollout.num_threads != 1,
+        f"model.dtype={config.model.dtype}: {beside} model.dtype=float32": config.model.dtype != "float32",
         f"a model of type {model_type} carries a state from token to token, and after a sync the engine computes it "
         "by other sums; train it without rollout.max_staleness": model_type in recurrent_types,
         "the run had several ranks, whose sums round in another order here; record in one process": not all(

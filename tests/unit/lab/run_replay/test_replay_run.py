@@ -19,6 +19,7 @@ from tests.fixtures.composed import composed
     [
         ("rollout.num_threads=null", "rollout.num_threads=null: .* record with rollout.num_threads=1"),
         ("rollout.num_threads=2", "rollout.num_threads=2: with several threads"),
+        ("model.dtype=bfloat16", "model.dtype=bfloat16: .* record with model.dtype=float32"),
         ("rollout.engine=server", "rollout.engine=server: .* record with rollout=embedded"),
         ("rollout.num_engines=2", "record with rollout.num_engines=1"),
         ("algorithm=remax", "greedy answers are not saved"),
