@@ -6,20 +6,27 @@ logprob. Lockstep reads whole completions, so here the outputs stay in the engin
 Outputs must be sent before weights change, because vLLM labels a message with the version loaded when it is sent.
 Weights change only while the engine is paused: a draining pause ends every request, a freezing one first sends the
 buffered outputs. Selected through vLLM's `scheduler_cls`, which is documented but not guaranteed to stay.
+
+Requests that go on after drawn tokens (`Sampling.drawn`) come by here, too: with the executor `uni` of embedded engines
+the process of the scheduler is the worker's.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.sampling_params import RequestOutputKind
+import torch
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
+
+from lockstep.rollout.vllm_names import check_vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,11 +75,8 @@ class BufferedOutputs(Base):
         return messages
 
     def add_request(self, request: Request) -> None:
-        sampling = request.sampling_params
-        if sampling is not None and (sampling.extra_args or {}).get("drawn"):
-            from lockstep.rollout.engine.repairs import drawn_tokens  # other engines do not load it
-
-            drawn_tokens.install()
+        if _drawn(request.sampling_params):
+            advance_generators()
         super().add_request(request)
 
     def has_requests(self) -> bool:
@@ -115,6 +119,37 @@ def buffered_scheduler(*, vllm_config: VllmConfig, **settings: Any) -> Scheduler
     """Return the replacement of the scheduler that vLLM would choose. Named by `scheduler_cls`."""
     scheduler_class = BufferedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BufferedScheduler
     return scheduler_class(vllm_config=vllm_config, **settings)
+
+
+def advance_generators() -> None:
+    """Let requests with `drawn` in their `extra_args` begin that many draws later; may be called repeatedly.
+
+    vLLM's V1 runner gives each seeded request a generator, from which on a CPU every token takes one number
+    (`TopKTopPSampler.forward_cpu`). The V2 runner hashes the seed with the position of the token, and needs nothing.
+    """
+    check_vllm("drawn")
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    update = GPUModelRunner._update_states
+    if getattr(update, "__wrapped__", None) is not None:
+        return
+
+    @functools.wraps(update)
+    def _update_states(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> Any:
+        result = update(self, scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            generator, count = self.requests[new.req_id].generator, _drawn(new.sampling_params)
+            for _ in range(min(count, len(new.prompt_token_ids or ())) if generator is not None else 0):
+                torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+        return result
+
+    GPUModelRunner._update_states = _update_states
+
+
+def _drawn(sampling: SamplingParams | None) -> int:
+    """Return `Sampling.drawn` of a request; 0 for anything else that a client of a server sent under its name."""
+    count = (sampling.extra_args or {}).get("drawn") if sampling is not None else None
+    return count if type(count) is int else 0
 
 
 def _copy(logprobs: LogprobsLists) -> LogprobsLists:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from lockstep.rollout.engine.repairs import drawn_tokens
+from lockstep.rollout.engine.scheduler import advance_generators
 
 
 def test_a_request_begins_as_many_draws_later_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,13 +17,17 @@ def test_a_request_begins_as_many_draws_later_as_it_says(monkeypatch: pytest.Mon
         return "corrections"
 
     monkeypatch.setattr(GPUModelRunner, "_update_states", update)
-    drawn_tokens.install()
-    drawn_tokens.install()  # twice is once
-    extras = {"goes on": {"drawn": 5}, "new": None, "other": {"x": 1}}
+    advance_generators()
+    advance_generators()  # twice is once
+    extras = {"goes on": {"drawn": 5}, "new": None, "other": {"x": 1}, "text": {"drawn": "5"}, "more": {"drawn": 99}}
     requests = {name: SimpleNamespace(generator=torch.Generator().manual_seed(7)) for name in extras}
     requests["greedy"] = SimpleNamespace(generator=None)
     new = [
-        SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extras.get(name, {"drawn": 3})))
+        SimpleNamespace(
+            req_id=name,
+            sampling_params=SimpleNamespace(extra_args=extras.get(name, {"drawn": 3})),
+            prompt_token_ids=[1] * 6,
+        )
         for name in requests
     ]
     runner = SimpleNamespace(requests=requests)
@@ -34,5 +38,6 @@ def test_a_request_begins_as_many_draws_later_as_it_says(monkeypatch: pytest.Mon
         return int(torch.randint(0, 2**31, (1,), generator=requests[name].generator, dtype=torch.long))
 
     draws = torch.Generator().manual_seed(7)
-    expected = [int(torch.randint(0, 2**31, (1,), generator=draws, dtype=torch.long)) for _ in range(6)]
-    assert [draw("new"), draw("other"), draw("goes on")] == [expected[0], expected[0], expected[5]]
+    expected = [int(torch.randint(0, 2**31, (1,), generator=draws, dtype=torch.long)) for _ in range(7)]
+    assert [draw("new"), draw("other"), draw("text")] == [expected[0]] * 3
+    assert [draw("goes on"), draw("more")] == expected[5:], "at most as many as the prompt has tokens"
