@@ -17,7 +17,6 @@ from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.trainer.collect.async_source import Complete, Orders, Producer
 from lockstep.trainer.collect.collect_log import Collection, CollectLog, Round
 from lockstep.trainer.collect.groups import Collected
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.stopwatch import Stopwatch
 
 COMPARED = ("status", "error", "rewards", "reward", "turn_rewards")
@@ -41,9 +40,9 @@ class _Comparison(CollectLog):
 class FollowedSource(Producer):
     """Source of a replay, in a process that is alone."""
 
-    def __init__(self, config: Config, *, run: RecordedRun, engine: PacedEngine, **parts: Any) -> None:
-        """engine: that of the sampler among the parts."""
-        super().__init__(config, log=_Comparison(run), **parts)
+    def __init__(self, run: RecordedRun, engine: PacedEngine, *settings: Any, **parts: Any) -> None:
+        """engine: that of the sampler. settings, parts: see `Producer`."""
+        super().__init__(*settings, log=_Comparison(run), **parts)
         self._run, self._engine = run, engine
         self._number = 0
         self._rounds: list[Round] = []

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from lockstep.trainer.checkpoint.checkpoint import MANIFEST, fingerprint
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.config.redaction import redact_text
-from lockstep.trainer.config.schema import Config
 from lockstep.trainer.config.user_code import outside_of
 from lockstep.trainer.data.prompts import Prompts
 from lockstep.trainer.distributed.distributed import Distributed
@@ -65,7 +65,7 @@ def replay_run(path: Path, *, overrides: Sequence[str], trusts_run: bool = False
     run = behind_link(path)
     recorded = RecordedRun(run)
     config = settings_of(run, overrides, sample=True, trusts_run=trusts_run)
-    _refuse_inexact(config, recorded)
+    _refuse_inexact(lambda name: attrgetter(name)(config), recorded)
     config.rollout.engine_restarts = 0
     optimizer = config.optimizer
     distributed = Distributed.start(
@@ -94,10 +94,14 @@ def replay_run(path: Path, *, overrides: Sequence[str], trusts_run: bool = False
             parts.engines.close()
 
 
-def _refuse_inexact(config: Config, recorded: RecordedRun) -> None:
-    """Raise `ConfigError` for settings with which a replay could not give the same bits, or not follow at all."""
-    rollout, plan = config.rollout, config.plan
-    model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+def _refuse_inexact(setting: Callable[[str], Any], recorded: RecordedRun) -> None:
+    """Raise `ConfigError` for settings with which a replay could not give the same bits, or not follow at all.
+
+    setting: returns the setting of a name.
+    """
+    rollout, plan, dtype = setting("rollout"), setting("plan"), setting("model.dtype")
+    advantage, environment = setting("algorithm.advantage"), setting("environment.name")
+    model = AutoConfig.from_pretrained(setting("model.path"), trust_remote_code=setting("model.trust_remote_code"))
     model_type = model.get_text_config().model_type
     recurrent_types = [name for family in FAMILIES if family.is_recurrent for name in family.model_types]
     beside = "the last bits of a logprob depend on what the engine computes beside it; record with"
@@ -110,18 +114,18 @@ def _refuse_inexact(config: Config, recorded: RecordedRun) -> None:
         "rollout.num_engines=1": rollout.num_engines != 1,
         f"rollout.num_threads={'null' if rollout.num_threads is None else rollout.num_threads}: with several threads "
         f"{beside} rollout.num_threads=1": rollout.num_threads != 1,
-        f"model.dtype={config.model.dtype}: {beside} model.dtype=float32": config.model.dtype != "float32",
+        f"model.dtype={dtype}: {beside} model.dtype=float32": dtype != "float32",
         f"a model of type {model_type} carries a state from token to token, and after a sync the engine computes it "
         "by other sums; train it without rollout.max_staleness": model_type in recurrent_types,
         "the run had several ranks, whose sums round in another order here; record in one process": not all(
             line.is_alone for line in recorded.collections
         ),
-        f"algorithm.advantage={config.algorithm.advantage}: greedy answers are not saved": plan.needs_greedy,
-        "teacher.path: a replay starts no teacher": config.has_teacher,
+        f"algorithm.advantage={advantage}: greedy answers are not saved": plan.needs_greedy,
+        "teacher.path: a replay starts no teacher": setting("has_teacher"),
         "correction.routing_replay=engine: the experts of an interrupted call cannot be asked for again; record with "
         "correction.routing_replay=off": plan.replays_engine,
-        f"environment={config.environment.name}: calls of an agent come from outside of its episode": (
-            declaration(config.environment.name).uses_gateway
+        f"environment={environment}: calls of an agent come from outside of its episode": (
+            declaration(environment).uses_gateway
         ),
     }
     for sentence, holds in problems.items():
@@ -148,7 +152,7 @@ class _Assembly(Assembly):
         episodes = replace(parts.episodes, sampler=sampler)
         sampling = make_sampling(config.rollout, chat, with_routes=False)
         self.source = FollowedSource(
-            config, run=self._recorded, engine=self.engine, episodes=episodes, sampling=sampling, prompts=prompts
+            self._recorded, self.engine, config, episodes=episodes, sampling=sampling, prompts=prompts
         )
         return RolloutParts(episodes=episodes, rollouts=self.source)
 

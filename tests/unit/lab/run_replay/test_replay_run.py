@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +42,11 @@ def test_recurrent_models_ranks_and_gpus_are_refused(tmp_path: Path, monkeypatch
     refused(tmp_path, "this machine has a GPU")
 
 
+def read(*words: str) -> Callable[[str], Any]:
+    config = composed(*words)
+    return lambda name: attrgetter(name)(config)
+
+
 def refused(path: Path, sentence: str, *words: str, model_type: str = "qwen3", is_alone: bool = True) -> None:
     (path / "config.json").write_text(json.dumps({"model_type": model_type}))
     base = [f"model.path={path}", "rollout.num_threads=1", "rollout.max_staleness=1"]
@@ -46,6 +54,6 @@ def refused(path: Path, sentence: str, *words: str, model_type: str = "qwen3", i
         collections=[SimpleNamespace(is_alone=is_alone)], directory=SimpleNamespace(path=Path("runs/a"))
     )
     if words:
-        _refuse_inexact(composed(*base), recorded)  # type: ignore[arg-type]
+        _refuse_inexact(read(*base), recorded)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"runs/a cannot be followed bit for bit: .*{sentence}"):
-        _refuse_inexact(composed(*base, *words), recorded)  # type: ignore[arg-type]
+        _refuse_inexact(read(*base, *words), recorded)  # type: ignore[arg-type]
