@@ -75,7 +75,7 @@ class BufferedOutputs(Base):
         return messages
 
     def add_request(self, request: Request) -> None:
-        if _drawn(request.sampling_params):
+        if _count_drawn(request.sampling_params):
             advance_generators()
         super().add_request(request)
 
@@ -138,7 +138,7 @@ def advance_generators() -> None:
     def _update_states(self: GPUModelRunner, scheduler_output: SchedulerOutput) -> Any:
         result = update(self, scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            generator, count = self.requests[new.req_id].generator, _drawn(new.sampling_params)
+            generator, count = self.requests[new.req_id].generator, _count_drawn(new.sampling_params)
             for _ in range(min(count, len(new.prompt_token_ids or ())) if generator is not None else 0):
                 torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
         return result
@@ -146,7 +146,7 @@ def advance_generators() -> None:
     GPUModelRunner._update_states = _update_states
 
 
-def _drawn(sampling: SamplingParams | None) -> int:
+def _count_drawn(sampling: SamplingParams | None) -> int:
     """Return `Sampling.drawn` of a request; 0 for anything else that a client of a server sent under its name."""
     count = (sampling.extra_args or {}).get("drawn") if sampling is not None else None
     return count if type(count) is int else 0

@@ -58,7 +58,7 @@ def followed(run: Path) -> dict[str, int]:
 def run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     root = tmp_path_factory.mktemp("recorded")
     # Calls that take longer than an update.
-    long_calls = ("rollout.ignore_eos=true", "rollout.max_tokens_per_turn=160", "environment.max_turns=1")
+    long_calls = ("rollout.ignore_eos=true", "rollout.max_tokens_per_turn=440", "environment.max_turns=1")
     train(*demo, *RECORDED, *long_calls, "updates=4", f"run_root={root}", "run_name=whole")
     return root / "whole"
 
