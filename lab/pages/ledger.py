@@ -148,7 +148,7 @@ def entries(setting: Callable[[str], Any], is_logged: Callable[[str], bool]) -> 
             how="the trainer reads the pixels that the engine read, found by their hash",
             measures=(Measure(metric="sync/canary_image_diff"),),
         )
-    yield from _weights(setting)
+    yield from _weights(setting, is_logged)
     yield from _versions(setting)
     yield _difference(setting)
     yield from _updates(setting)
@@ -187,8 +187,9 @@ def _experts(setting: Callable[[str], Any], is_logged: Callable[[str], bool]) ->
         yield Entry(subject="experts", treatment=_difference(setting).treatment, how=how, measures=measures)
 
 
-def _weights(setting: Callable[[str], Any]) -> Iterator[Entry]:
-    canary = (Measure(metric="sync/canary_abs_diff"),)
+def _weights(setting: Callable[[str], Any], is_logged: Callable[[str], bool]) -> Iterator[Entry]:
+    metrics = ("sync/canary_abs_diff", *filter(is_logged, ("sync/canary_long_diff", "sync/distribution_kl")))
+    canary = tuple(Measure(metric=metric) for metric in metrics)
     scheme, rank = setting("rollout.quantization"), _number(setting("model.lora.rank"))
     if scheme:
         yield Entry(

@@ -103,6 +103,12 @@ def test_experts_that_nothing_replays_are_named_once_a_router_was_logged():
     assert lines_of([{"router/load_max": 2.0}])["experts"].entry.treatment is Treatment.CORRECTED
 
 
+def test_the_weights_have_every_canary_that_was_scored():
+    assert "distribution" not in lines_of()["weights"].evidence
+    evidence = lines_of([{"sync/canary_abs_diff": 1e-6, "sync/distribution_kl": 2e-14}])["weights"].evidence
+    assert "sync/canary_abs_diff: 1.0e-6 at worst in 1 step; sync/distribution_kl: 2.0e-14" in evidence
+
+
 def test_the_treatment_names_what_was_chosen():
     weights = lines_of(model__lora__rank=8)["weights"]
     assert "adapters of rank 8 (model.lora.send=auto)" in weights.entry.how
