@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ def saved_run(words: Sequence[str]) -> SavedRun | None:
     checkpoints = (run / "checkpoints").glob("step-*/config.json")  # without config.yaml, where it was lost
     files = [run / "config.yaml", *sorted(checkpoints, key=lambda file: (len(str(file)), file), reverse=True)]
     if resume != "auto":
-        checkpoint = Path(resume).expanduser()
+        checkpoint = Path(os.path.expanduser(resume))
         files = [checkpoint / "config.json", checkpoint / "../../config.yaml"]
     path = next((file for file in files if file.is_file()), None)
     if path is None:

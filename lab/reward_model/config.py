@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,5 +115,5 @@ def _problems(config: RewardModelConfig) -> Iterator[str]:
                 "lockstep make-preference-data`"
             )
     model = config.model.path
-    if model.startswith(("/", ".", "~", "models/")) and not (Path(model).expanduser() / "config.json").is_file():
+    if model.startswith(("/", ".", "~", "models/")) and not (Path(os.path.expanduser(model)) / "config.json").is_file():
         yield f"model.path={model} has no config.json; set model.path=<directory or hub id>"

@@ -160,7 +160,7 @@ def interpreter(python: str | None) -> str:
     """Return the path of the interpreter that a setting names; null: this one. Raises `ConfigError`."""
     if python is None:
         return sys.executable
-    path = shutil.which(str(Path(python).expanduser()))
+    path = shutil.which(str(Path(os.path.expanduser(python))))
     if path is None:
         raise ConfigError(
             f"environment.settings.python={python} is not a program; set it to the Python in whose environment the "

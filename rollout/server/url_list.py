@@ -7,6 +7,7 @@ rollout.urls=[dns://engines:8000]       every address of this host name, resolve
 
 from __future__ import annotations
 
+import os.path
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -114,7 +115,7 @@ def _list_problems(entries: Sequence[str]) -> Iterator[str]:
     for entry in filter(is_watched, entries):
         if "://" in entry and (problem := url_problem(entry, schemes=[DNS])) is not None:
             yield f"rollout.urls: {entry} {problem}; expected dns://<host>:<port>"
-        elif "://" not in entry and not Path(entry).is_file():
+        elif "://" not in entry and not os.path.isfile(entry):
             yield (
                 f"rollout.urls: {entry} is neither an address nor a file; expected http://<host>:<port>, "
                 "dns://<host>:<port>, or a file with an address per line"

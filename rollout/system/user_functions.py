@@ -130,7 +130,7 @@ def written_names(spec: str) -> Mapping[str, tuple[str, ...] | None]:
         is_function = inspect.isfunction(value) or inspect.ismethod(value)
         return {name_of(spec): tuple(inspect.signature(value).parameters) if is_function else None}
     path_text, _, name = spec.rpartition(":")
-    path = Path(path_text).expanduser()
+    path = Path(os.path.expanduser(path_text))
     names: dict[str, tuple[str, ...] | None] = {}
     for symbol in _table(path).get_symbols():
         if symbol.is_assigned() or symbol.is_imported():
@@ -157,7 +157,7 @@ def written_at(spec: str) -> str:
         code = getattr(object_named(spec), "__code__", None)
         return "this process" if code is None else _place(code.co_filename, code.co_firstlineno)
     path_text, _, name = spec.rpartition(":")
-    path = Path(path_text).expanduser()
+    path = Path(os.path.expanduser(path_text))
     lines = [table.get_lineno() for table in _table(path).get_children() if table.get_name() == name]
     return _place(str(path.resolve()), lines[-1] if lines else None)
 

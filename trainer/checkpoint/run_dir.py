@@ -116,7 +116,7 @@ def _label(environment: str, words: Sequence[str]) -> str:
 def _free_name(root: Path, label: str) -> str:
     """Return an unused name of a label and the time."""
     name = f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not (root / n).exists())
+    return next(n for n in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not os.path.exists(root / n))
 
 
 def _lock(run: RunDirectory) -> IO[str]:

@@ -112,16 +112,16 @@ def run_problems(resume: str, run_name: str | None) -> Iterator[str]:
 
 def resume_problems(resume: str) -> Iterator[str]:
     """Yield the problem of what `resume` names; the files of a checkpoint are checked by the run, before its engine."""
-    path = Path(resume).expanduser()
+    path = os.path.expanduser(resume)
     # An empty path would be the current directory.
-    if resume in ("never", "auto") or (resume and (path / "manifest.json").is_file()):
+    if resume in ("never", "auto") or (resume and file_exists(f"{path}/manifest.json")):
         return
-    places = (path / "checkpoints", path, path.parent) if resume else ()
-    near = next((steps for place in places if (steps := list(place.glob("step-*")))), [])
+    places = filter(path_exists, (f"{path}/checkpoints", path, str(Path(path).parent)) if resume else ())
+    near = next((steps for place in places if (steps := list(Path(place).glob("step-*")))), [])
     newest = max(near, key=lambda step: (len(step.name), step.name), default="<run>/checkpoints/step-<update>")
     yield (
         f"resume={resume} is neither never, auto nor a checkpoint (it "
-        f"{'has no manifest.json' if path.exists() else 'does not exist'}); set resume={newest}, or resume=auto "
+        f"{'has no manifest.json' if path_exists(path) else 'does not exist'}); set resume={newest}, or resume=auto "
         "run_name=<name of the run>"
     )
 

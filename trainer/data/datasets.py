@@ -74,7 +74,7 @@ def path_problem(path: str) -> str | None:
 
 def rollout_files(path: str) -> list[Path]:
     """Return the files of `rollouts:<path>` in the order of their names. Raises `DataError` if there are none."""
-    place = Path(path.removeprefix(SAVED_ROLLOUTS)).expanduser()
+    place = Path(os.path.expanduser(path.removeprefix(SAVED_ROLLOUTS)))
     if place.is_file():
         return [place]
     folder = place / "rollouts" if (place / "rollouts").is_dir() else place
@@ -110,7 +110,7 @@ def load_rows(
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     try:
         if path.startswith(SEEDS):
             rows = Rows.of(datasets.Dataset.from_dict({"seed": seeds(path, split)}))
@@ -135,7 +135,7 @@ def read_first_row(path: str) -> Row:
 
     Raises `DataError` if the file is empty or not of its suffix's format.
     """
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     is_whole = local.suffix.lower() == ".parquet" or is_object(path)
     try:
         for place, read in load_rows(path, "train").records() if is_whole else file_records(local, of=path):
@@ -181,7 +181,7 @@ def _hub_rows(path: str, subset: str | None, split: str, say: Callable[[str], No
 
     if problem := path_problem(path):
         raise DataError(f"data set {path} {problem}")
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     builder = datasets.load_dataset_builder(str(place) if place.is_dir() else _answered_id(path), subset)
     if isinstance(builder.config, CsvConfig | JsonConfig):  # whose builders guess the types
         return Rows.store(every(_hub_records(builder, split, of=path), of=path, say=say))

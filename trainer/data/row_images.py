@@ -11,6 +11,7 @@ import base64
 import copy
 import io
 import json
+import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,7 +149,7 @@ class RowImages:
         """Return a path in the folder for a relative one, and other values as they are. Raises `DataError`."""
         if not isinstance(value, str) or value.startswith("data:"):
             return value
-        path = Path(value.removeprefix("file://")).expanduser()
+        path = Path(os.path.expanduser(value.removeprefix("file://")))
         if path.is_absolute() or "://" in value:
             return value if "://" in value.removeprefix("file://") else str(path)
         if self._folder is None:
@@ -270,7 +271,7 @@ def image_columns(settings: DataSetConfig) -> dict[str, str | None]:
 
 def _folder(path: str) -> Path | None:
     """Return the folder of relative paths: that of the file, or of the program; None for data of the hub."""
-    place = Path(path).expanduser().absolute()
+    place = Path(os.path.expanduser(path)).absolute()
     if is_file(path):
         return place.parent
     return Path.cwd() if is_made(path) else place if place.is_dir() else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os.path
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -177,8 +178,8 @@ def run(config: Config) -> None:
     before: Sequence[SetResult] | None = None
     tasks_before: Sequence[TaskMetric] = ()
     if other is not None and other.endswith(".json"):
-        before = read_results(Path(other).expanduser(), sampled_with)
-        tasks_before = read_tasks(Path(other).expanduser()) if tasks is not None else ()
+        before = read_results(Path(os.path.expanduser(other)), sampled_with)
+        tasks_before = read_tasks(Path(os.path.expanduser(other))) if tasks is not None else ()
     elif other is not None:
         model = replace(config.model, path=other)
         baseline = _Process(replace(config, model=model), console).evaluate(tasks)
@@ -200,7 +201,7 @@ def run(config: Config) -> None:
         console.say(line)
     if settings.output is not None:
         _write(
-            evaluation, Path(settings.output).expanduser(), console,
+            evaluation, Path(os.path.expanduser(settings.output)), console,
             model=config.model.path, settings=sampled_with, comparisons=comparisons, compared_to=other, others=others,
         )  # fmt: skip
     differences = {name: value for one in comparisons for name, value in one.metrics().items()}
@@ -253,7 +254,7 @@ class _Process:
                 metrics |= {f"{name}/{key}": value for key, value in evaluation.metrics.items()}
                 metrics |= {f"{name}/{key}": value for one in comparisons for key, value in one.metrics().items()}
                 if settings.output is not None:
-                    output = Path(settings.output).expanduser()
+                    output = Path(os.path.expanduser(settings.output))
                     output = output.with_stem(f"{output.stem}.{name}")
                     label = path if name == BASE else f"{path} with {config.model.adapters[name]}"
                     others = {"comparisons": comparisons, "compared_to": BASE if comparisons else None}
@@ -276,7 +277,7 @@ class _Process:
                 return replace(evaluation, tasks=run)
 
     def _chat(self) -> Chat:
-        media = Path(output).expanduser().parent / "media" if (output := self.config.eval.output) else None
+        media = Path(os.path.expanduser(output)).parent / "media" if (output := self.config.eval.output) else None
         return make_chat(self.config.model, history=self.config.environment.history, media=media)
 
     def _evaluate_sets(

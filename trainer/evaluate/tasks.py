@@ -70,7 +70,7 @@ class Tasks:
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found]
 
         settings = evaluation.lm_eval
-        include = None if settings.include_path is None else str(Path(settings.include_path).expanduser())
+        include = None if settings.include_path is None else str(Path(os.path.expanduser(settings.include_path)))
         manager = TaskManager(include_path=include)
         names: list[str] = []
         for name in settings.tasks:

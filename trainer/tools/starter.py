@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os.path
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def most_images(rows: Sequence[Row], *, column: str | None, prompt: str | None) 
 
 def held_out_file(path: str) -> str | None:
     """Return the file beside the training rows whose name says that it is held out."""
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if not is_file(path) or "train" not in place.stem:
         return None
     names = (place.with_name(place.name.replace("train", word)) for word in HELD_OUT)
@@ -139,7 +140,7 @@ def context_of(model: str | None) -> int:
     if model is None:
         return CONTEXT
     try:
-        path: Any = Path(model).expanduser() / "config.json"
+        path: Any = Path(os.path.expanduser(model)) / "config.json"
         if not path.is_file():
             from huggingface_hub import try_to_load_from_cache  # a local model does not need it
 
@@ -282,7 +283,7 @@ def _gaps(rows: Sequence[Row], name: str) -> str:
 
 def _relative(path: str, out: Path) -> str:
     """Return a file's path as a settings file at `out` names it; hub ids stay."""
-    place = Path(path).expanduser().absolute()
+    place = Path(os.path.expanduser(path)).absolute()
     folder = out.absolute().parent
     return place.relative_to(folder).as_posix() if place.is_file() and place.is_relative_to(folder) else path
 

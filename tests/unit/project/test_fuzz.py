@@ -102,6 +102,9 @@ SETTINGS = [setting for setting in settings_below(Config) if setting[0] not in M
 
 
 @settings(max_examples=400)
+@example([("resume", "x" * 300)])
+@example([("resume", "~no-such-user")])
+@example([("rollout.engine", "server"), ("rollout.urls", ["x" * 300])])
 @given(st.lists(st.sampled_from(SETTINGS).flatmap(lambda s: st.tuples(st.just(s[0]), values_of(s[1]))), max_size=4))
 def test_a_configuration_without_a_model_is_refused_with_the_names_of_all_values_out_of_range(
     changes: list[tuple[str, Any]],

@@ -212,6 +212,8 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["resume=auto"], ["run_name="]),
         (["run_name=a/b"], ["run_name=my-run"]),
         (["resume="], ["resume= is neither never, auto nor a checkpoint"]),
+        ([f"resume={'x' * 300}"], ["is neither never, auto nor a checkpoint (it does not exist)"]),
+        (["resume='~no-such-user'"], ["resume=~no-such-user is neither never, auto nor a checkpoint"]),
         (["run_name="], ["run_name= is empty", "set run_name=my-run"]),
         (["resume=auto", "run_name='  '"], ["run_name= is empty", "set run_name=my-run"]),
         (["hub.repo=mine"], ["set hub.repo=<user or organization>/<name>"]),

@@ -82,6 +82,7 @@ def test_valid_settings_have_no_problems():
         (config(engine="colocated", rollout__max_staleness=1), "set rollout.sleep_level=0, or rollout.max_staleness=0"),
         (config(URL, rollout__drivers=2), "rollout.urls has 1; set rollout.drivers=1 or less"),
         (config("10.0.0.7:8000"), "is neither an address nor a file"),
+        (config("x" * 300), "is neither an address nor a file"),
         (config("http://10.0.0.7"), "has no port"),
         (config("http://10.0.0.7:http"), "cannot be read"),
         (config("http://10.0.0.7:8000/v1"), "has more than host and port"),
