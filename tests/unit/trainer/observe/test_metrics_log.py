@@ -24,6 +24,7 @@ class Failing:
 
     def __init__(self, where: str) -> None:
         self.where = where
+        self.summary: dict[str, str] = {}
 
     def __getattr__(self, name: str):
         def call(*args: object, **kwargs: object) -> None:
