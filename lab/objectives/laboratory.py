@@ -251,10 +251,8 @@ class _Laboratory(Replay):
 
     def _heldout(self, request: Request, update: int, own: Collected) -> _Heldout:
         """Choose the rollouts whose mean reward is predicted: named ones, an evaluation of these weights, or halves."""
-        evaluated, settings = (
-            self._run / "evaluations" / f"update-{update:06d}.jsonl",
-            read_saved(self._run / "config.yaml"),
-        )
+        evaluated = self._run / "evaluations" / f"update-{update:06d}.jsonl"
+        settings = read_saved(self._run / "config.yaml")
         temperature = float(OmegaConf.select(settings, "eval.temperature", default=0.0))
         several = int(OmegaConf.select(settings, "eval.samples_per_prompt", default=1)) > 1
         path = request.heldout or (evaluated if evaluated.is_file() and temperature and several else None)

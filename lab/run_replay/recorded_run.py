@@ -73,6 +73,6 @@ class RecordedRun:
         return self._read[number][place]
 
     def _rollouts_path(self, number: int) -> Path:
-        update = self.metrics[number]["step"]
+        update = int(self.metrics[number]["step"])
         suffix = f"-untrained-{number + 1}" if update == self.collections[number].version else ""
         return self.directory.rollouts / f"step-{update:06d}{suffix}.jsonl"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from lockstep.rollout.saved_rollouts import read_rollouts
 from tests.fixtures.composed import DEMO
-from tests.fixtures.forked_python import forked_python
 from tests.fixtures.kills import Recipe
+from tests.integration.test_replay_run import replay
 from tests.integration.test_run import ROOT, demo, train  # noqa: F401  # `demo` is a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
@@ -25,14 +23,6 @@ RECORDED = (
     *("checkpoint.every=1", "checkpoint.keep=9", "logger.print_rollouts_every=0", "data.heldout_path=null"),
 )
 SLOW = ("environment=slow_calculator", "environment.settings.max_delay_s=0.3")
-
-
-def replay(*arguments: object) -> tuple[int, str]:
-    done = subprocess.run(
-        [forked_python(), "scripts/replay.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
-        timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
 
 
 def followed(run: Path) -> dict[str, int]:

@@ -23,6 +23,7 @@ from lockstep.rollout.engine.repairs.cpu_logprobs import log_softmax
 from lockstep.rollout.errors import EngineError
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
     from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -36,19 +37,23 @@ MAX_CALLS = 32
 """Number of calls of the head that are remembered; the prompt's are among the last."""
 SPARE_ROWS = 64
 """Rows of other requests that are computed with those of the prompt."""
-TOLERANCE = {torch.float32: 1e-3}
-"""Largest |Δ log π| between a prompt's scores and its logits, computed again; 0.2 for half precision, by its steps."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}
+"""Largest |Δ log π| between a prompt's scores and its logits, computed again, by the dtype of the logits."""
 ATTEMPTS = 3
 
 
 class HeardLogits:
     """Extension of vLLM's workers (`worker_extension_cls`): methods that `collective_rpc` calls by name."""
 
+    _head_states: Sequence[Tensor] = ()
+    _head_hooks: Sequence[RemovableHandle] = ()
+
     def hear_logits(self) -> None:
         """Keep the hidden states that reach the head, until `heard_logits`."""
+        self._stop_hearing()  # of a request that failed, or a trainer that died
         model = cast("WorkerBase", self).get_model()
-        self._head_states: deque[Tensor] = deque(maxlen=MAX_CALLS)
-        keep = self._head_states.append
+        self._head_states = calls = deque[Tensor](maxlen=MAX_CALLS)
+        keep = calls.append
         heads = [module for name, module in model.named_modules() if name.split(".")[-1] == "logits_processor"]
         self._head_hooks = [one.register_forward_pre_hook(lambda _, args: keep(args[1].clone())) for one in heads]
 
@@ -59,9 +64,7 @@ class HeardLogits:
         Those heard rows are taken that score the ids as the engine did; distance: largest |Δ log π| to `scores`. None:
         no logits were heard, or only another worker has them. A collective of the workers.
         """
-        for hook in self._head_hooks:
-            hook.remove()
-        calls, self._head_states = self._head_states, deque()
+        calls = self._stop_hearing()
         model = cast("VllmModelForTextGeneration[Tensor]", cast("WorkerBase", self).get_model())
         expected_N, length = torch.tensor(scores), len(scores)
         best, rows = math.inf, None
@@ -81,6 +84,12 @@ class HeardLogits:
         raw = base64.b64encode(rows.contiguous().view(torch.uint8).numpy().tobytes()).decode()
         return [best, str(rows.dtype).removeprefix("torch."), list(rows.shape), raw]
 
+    def _stop_hearing(self) -> Sequence[Tensor]:
+        for hook in self._head_hooks:
+            hook.remove()
+        calls, self._head_states, self._head_hooks = self._head_states, (), ()
+        return calls
+
 
 async def hear(
     engine: PooledEngine, ids: Sequence[int], places: Sequence[int], images: Sequence[ImageSpan] = ()
@@ -89,22 +98,34 @@ async def hear(
 
     Logits are those before temperature and masks. Raises `EngineError`.
     """
-    distances = []
+    problem = "no logits were heard"
     for _ in range(ATTEMPTS):
         await engine.ask_workers("hear_logits")
         scores = await (engine.score(ids, images) if images else engine.score(ids))
         for answer in await engine.ask_workers("heard_logits", list(ids), scores, list(places)):
-            if answer is not None:
-                distance, name, shape, raw = answer
-                dtype = getattr(torch, name)
-                if distance <= TOLERANCE.get(dtype, 0.2):
-                    logits = torch.frombuffer(bytearray(base64.b64decode(raw)), dtype=dtype).view(shape)
-                    return logits, len(raw)
-                distances.append(distance)
-    nearest = (
-        f"the nearest are {min(distances):.2g} away, expected at most 1e-3" if distances else "no logits were heard"
-    )
+            if answer is None:
+                continue
+            try:
+                distance, limit, logits = _table(answer, num_rows=len(places))
+            except (TypeError, ValueError, KeyError, RuntimeError) as error:
+                raise EngineError(
+                    f"{engine.name}: its workers sent no table of logits ({type(error).__name__}: {error}); restart it "
+                    "with the version of Lockstep that trains, or set sync.distributions_every=0"
+                ) from error
+            if distance <= limit:
+                return logits, len(answer[3])
+            problem = f"the nearest are {distance:.2g} away, expected at most {limit:g}"
     raise EngineError(
         f"{engine.name}: none of the logits of its head belong to the prompt that it scored, in {ATTEMPTS} attempts "
-        f"({nearest}); set sync.distributions_every=0, or use one engine per address"
+        f"({problem}); set sync.distributions_every=0, or use one engine per address"
     )
+
+
+def _table(answer: Any, *, num_rows: int) -> tuple[float, float, Tensor]:
+    """Return distance, its limit, and the (num_rows, V) logits of `HeardLogits.heard_logits`."""
+    distance, name, shape, raw = answer
+    limit, dtype = TOLERANCES[name], getattr(torch, name)
+    logits = torch.frombuffer(bytearray(base64.b64decode(raw, validate=True)), dtype=dtype).view(shape)
+    if logits.ndim != 2 or len(logits) != num_rows:
+        raise ValueError(f"found the shape {list(logits.shape)}, expected {num_rows} rows")
+    return float(distance), limit, logits

@@ -89,3 +89,50 @@ def test_hooks_are_gone_afterwards() -> None:
     worker.hear_logits()
     worker.heard_logits(IDS, [0.0] * 7, [0])
     assert not worker.model.logits_processor._forward_pre_hooks
+
+
+def test_hooks_of_a_request_that_failed_are_gone_after_the_next() -> None:
+    worker = Worker()
+    worker.hear_logits()
+    worker.hear_logits()
+    assert len(worker.model.logits_processor._forward_pre_hooks) == 1
+    worker.heard_logits(IDS, [0.0] * 7, [0])
+    assert not worker.model.logits_processor._forward_pre_hooks
+    assert worker.heard_logits(IDS, [0.0] * 7, [0]) is None, "nothing was heard since"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [0.0, "load", [1, 2], "AAAAAAAAAAA="],
+        [0.0, "float32", [1, 2], "no base64"],
+        [0.0, "float32", [1, 2], ""],
+        [0.0, "float32", [2, 1], "AAAAAAAAAAA="],
+        [0.0, "float32", [2], "AAAAAAAAAAA="],
+        [0.0, "float32", [1, 3], "AAAAAAAAAAA="],
+        ["near", "float32", [1, 2], "AAAAAAAAAAA="],
+        [0.0, ["float32"], [1, 2], "AAAAAAAAAAA="],
+        {"distance": 0.0},
+        7,
+    ],
+)
+def test_an_answer_other_than_a_table_of_logits_is_refused(answer: Any) -> None:
+    served = engine(STATES)
+
+    async def ask_workers(method: str, *arguments: Any) -> list[Any]:
+        return [answer]
+
+    served.ask_workers = ask_workers
+    with pytest.raises(EngineError, match=r"its workers sent no table of logits .*; restart it"):
+        asyncio.run(hear(served, IDS, [0]))
+
+
+def test_logits_of_half_precision_name_their_own_limit() -> None:
+    served = engine(STATES)
+
+    async def ask_workers(method: str, *arguments: Any) -> list[Any]:
+        return [[0.7, "bfloat16", [1, 2], "AAAAAA=="]]
+
+    served.ask_workers = ask_workers
+    with pytest.raises(EngineError, match=r"the nearest are 0\.7 away, expected at most 0\.2"):
+        asyncio.run(hear(served, IDS, [0]))
