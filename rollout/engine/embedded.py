@@ -211,7 +211,7 @@ class EmbeddedEngine:
         """See `Engine.generate`."""
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = sample_params(sampling, room=room)
-        output = await self._request(prompt_ids, params, sampling.model, images)
+        output = await self._request(prompt_ids, params, sampling.model, images, sampling.name)
         answer = answer_of(output.outputs[0])
         if self._images is not None:
             self._images.refuse_sampled(answer.sampled_ids, self.name)
@@ -356,16 +356,21 @@ class EmbeddedEngine:
             gc_collect_all()  # vLLM's engine is in a reference cycle and complains if collected at interpreter exit
 
     async def _request(
-        self, ids: Sequence[int], params: dict[str, Any], model: str = POLICY, images: Sequence[ImageSpan] = ()
+        self,
+        ids: Sequence[int],
+        params: dict[str, Any],
+        model: str = POLICY,
+        images: Sequence[ImageSpan] = (),
+        name: str | None = None,
     ) -> RequestOutput:
         for attempt in range(REQUEST_ATTEMPTS - 1):
             with suppress(RequestError):
-                return await self._attempt(ids, params, model, images)
+                return await self._attempt(ids, params, model, images, name)
             await asyncio.sleep(FIRST_PAUSE_S * (2**attempt + random.random()))
-        return await self._attempt(ids, params, model, images)
+        return await self._attempt(ids, params, model, images, name)
 
     async def _attempt(
-        self, ids: Sequence[int], params: dict[str, Any], model: str, images: Sequence[ImageSpan]
+        self, ids: Sequence[int], params: dict[str, Any], model: str, images: Sequence[ImageSpan], name: str | None
     ) -> RequestOutput:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -377,17 +382,16 @@ class EmbeddedEngine:
             prompt = tokens_input(list(ids))  # vLLM would render raw ids in a thread
         else:
             prompt = self._image_prompts.input(ids, images)
-        answer = self._final_output(prompt, settings, model)
+        answer = self._final_output(prompt, settings, model, name or f"lockstep-{next(self._request_ids)}")
         return await self._call(answer, "sample", timeout_s=self._request_timeout_s)
 
-    async def _final_output(self, prompt: Any, settings: SamplingParams, model: str) -> RequestOutput:
+    async def _final_output(self, prompt: Any, settings: SamplingParams, model: str, name: str) -> RequestOutput:
         await self._admits.wait()
         adapter: dict[str, Any] = {}
         if self._adapters is None:
             refuse_adapter(model, source=self.name)
         else:
             adapter["lora_request"] = self._adapters.request(model)
-        name = f"lockstep-{next(self._request_ids)}"
         stream = self.llm.generate(prompt, settings, name, **adapter)
         outputs = [output async for output in stream]
         if len(outputs) != 1:

@@ -35,6 +35,8 @@ class Resumed:
     entropy_coef: float
     """Weight of the entropy bonus to continue with."""
     warnings: tuple[str, ...] = ()
+    is_changed: bool = False
+    """True if settings, data or files of the user are others than in the run so far."""
 
 
 def restore(
@@ -84,6 +86,7 @@ def restore(
         kl_coef=kl_coef,
         entropy_coef=entropy_coef,
         warnings=tuple(warnings),
+        is_changed=bool(changed_settings),
     )
 
 

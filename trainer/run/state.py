@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +63,14 @@ def restore_state(
     for sentence in (*resumption.warnings, *filter(None, [other_data])):
         console.warn(sentence)
     before = UserFiles.read(path)
-    for name in files.changed_since(before):
+    changed_files = files.changed_since(before)
+    for name in changed_files:
         console.warn(
             f"{name} was changed after {path.name} was saved: the run used the earlier content up to update "
             f"{state.update}, and uses the new one from now on"
         )
-    return resumption, files.after(before, update=state.update)
+    is_changed = resumption.is_changed or bool(changed_files) or other_data is not None
+    return replace(resumption, is_changed=is_changed), files.after(before, update=state.update)
 
 
 def _load_average(average: WeightAverage, path: Path, distributed: Distributed) -> bool:
@@ -91,6 +94,10 @@ def open_metrics(
     for tracker, place in metrics.places.items():
         console.say(f"{tracker:<14} {place}")
     metrics.truncate_after(update=parts.updater.num_updates, batch=parts.trainer.num_steps)
+    if (resumed is None or resumed.is_changed) and directory.batches.is_dir():
+        shutil.rmtree(directory.batches)
+        why = "without a checkpoint" if resumed is None else "because of that"
+        console.warn(f"{why}, what was collected or in flight since the last checkpoint is sampled again")
     return metrics
 
 
