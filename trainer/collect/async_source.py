@@ -139,6 +139,7 @@ class Producer(RolloutSource):
                 self._is_open = True
             if self._is_repeated(step):
                 return drivers.together(lambda: self._repeat(step, on_rollout) if drivers.is_main else Collected())
+            self._keep_calls()
             silent: list[_Work] = []  # groups without spread, under dynamic sampling
             too_old: Sequence[_Work] | None = None
             batch: Sequence[_Work] | None = None
@@ -175,13 +176,12 @@ class Producer(RolloutSource):
             begins, self._begins = self._begins, None
             is_alone = drivers.poll_s is None
             line = Collection(step, version, begins, is_alone=is_alone, rounds=rounds, batch=_places(batch or ()))
-            unfinished = drivers.gather(lambda: self._drivers.loop.run(self._calls()).items())
 
             def deliver() -> Collected:
                 collected = self._collected(self._deliver(batch or ()), silent, num_too_old=len(too_old or ()))
                 if self._kept is not None:
                     complete = {work.place: work.result for work in self._works if work.result is not None}
-                    self._kept.write(line, collected, complete, dict(unfinished))
+                    self._kept.write(line, collected, complete)
                 self._log.append(line)  # now the file is of this run
                 return collected
 
@@ -190,10 +190,19 @@ class Producer(RolloutSource):
     def forget(self) -> None:
         self._begins = self._begins or "engine"
         self._drivers.loop.run(self._cancel())
+        if self._kept is not None and self._drivers.is_main:
+            self._kept.forget_calls()
         self._prompts.restore(self._prompts.position)
         self._take_metrics()  # of rollouts that are sampled again
 
-    # Batches of a killed run
+    # Batches of a killed run, and its groups in flight
+
+    def _keep_calls(self) -> None:
+        """Write the calls of groups in flight; a collective."""
+        if (kept := self._kept) is not None and self._begins is None:
+            calls = dict(self._drivers.gather(lambda: self._drivers.loop.run(self._calls()).items()))
+            if self._drivers.is_main:
+                kept.write_calls(calls)
 
     def _is_repeated(self, step: int) -> bool:
         """Return True if a batch was collected before the run was killed; after the last one, go on with the groups in
@@ -250,7 +259,8 @@ class Producer(RolloutSource):
         return collected
 
     def _go_on(self, places: Sequence[int], state: InFlight | None) -> None:
-        """Go on with the groups that were in flight when the run was killed. state: None if they were not kept."""
+        """Go on with the groups that were in flight when the run was killed. places: all of them. state: None if they
+        were not kept."""
         if state is None or not places:
             self._works.clear()
             self._prompts.restore(self._prompts.position)
@@ -260,9 +270,7 @@ class Producer(RolloutSource):
             if (values := state.complete.get(str(work.place))) is not None:
                 work.result = Complete(*complete_of(values))
         unfinished = [place for place in places if str(place) not in state.complete]
-        earlier = {
-            place: calls_of(state.unfinished[str(place)]) for place in unfinished if str(place) in state.unfinished
-        }
+        earlier = {place: calls_of(state.calls[str(place)]) for place in unfinished if str(place) in state.calls}
         if self._journal is not None:
             for place in filter(self._drivers.owns, earlier):
                 self._journal.begin(place, earlier[place])

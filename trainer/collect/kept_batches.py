@@ -4,9 +4,10 @@
         │       collected, trained   collected, half trained │
         └─ resumed: batch 8 from its file, batch 9 from its file, batch 10 from the groups in flight at the end of 9
 
-A file has what a batch gave to training, and the groups in flight when it was complete: those that wait with their
-rewards, those that are sampled with their calls so far. It belongs to the line of the log that it repeats
-(`collect_log.py`); without that line it is of a course that the run has left.
+The file of a batch has what it gave to training, and the groups that were complete and waited. It belongs to the line
+of the log that it repeats (`collect_log.py`); without that line it is of a course that the run has left. The calls of
+groups that are sampled are in a file of their own. It is written before each batch, because the weight sync before it
+has brought the tokens of calls that it interrupted.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class InFlight(NamedTuple):
 
     complete: Mapping[str, Any]
     """Scored rollouts, and the greedy answer if there is one."""
-    unfinished: Mapping[str, Any]
-    """Calls so far, with their keys."""
+    calls: Mapping[str, Any]
+    """Calls with their keys. A group that is missing begins again; one that is complete may be here, too."""
 
 
 class KeptBatches:
@@ -57,19 +58,33 @@ class KeptBatches:
         line: Collection,
         collected: Collected,
         complete: Mapping[int, tuple[Group, Sequence[Rollout]]],
-        unfinished: Mapping[int, Calls],
     ) -> None:
-        """Write a batch, and remove those that no checkpoint needs. On failure the run goes on, after one warning."""
-        if self._is_given_up:
-            return
-        try:
-            texts = (json.dumps(one, default=as_text) + "\n" for one in _lines(line, collected, complete, unfinished))
-            write_whole(self._path(line.step), "".join(texts).encode())
+        """Write a batch, and remove those that no checkpoint needs. complete: groups that wait."""
+
+        def write() -> None:
+            _write(self._path(line.step), _lines(line, collected, complete))
             # The batch before a checkpoint has the groups that were in flight there.
             needed = min([line.step, *self._checkpointed()]) - 1
             for path in self._directory.batches.glob("*.jsonl"):
                 if path.stem.isdecimal() and int(path.stem) < needed:
                     path.unlink()
+
+        self._tolerating(write)
+
+    def write_calls(self, calls: Mapping[int, Calls]) -> None:
+        """Write the calls of all groups in flight, in place of earlier ones."""
+        self._tolerating(lambda: _write(self._calls, map(_calls_line, calls.items())))
+
+    def forget_calls(self) -> None:
+        """Remove the calls: their groups begin again."""
+        self._tolerating(lambda: self._calls.unlink(missing_ok=True))
+
+    def _tolerating(self, write: Callable[[], object]) -> None:
+        """Write, or let the run go on without after one warning."""
+        if self._is_given_up:
+            return
+        try:
+            write()
         except OSError as error:
             self._is_given_up = True
             log.warning(
@@ -110,7 +125,7 @@ class KeptBatches:
 
     def read(self, step: int) -> tuple[Collection, Collected]:
         """Return a batch that `count_from` counts. Raises `DataError` for a damaged file."""
-        lines = self._values(step)
+        lines = self._values(self._path(step))
         with _readable(str(self._path(step))):
             header = next(lines)
             line = line_of(header["line"])
@@ -132,29 +147,34 @@ class KeptBatches:
         """Return the groups in flight at the end of a batch; None if they were not kept."""
         if self._header(step) is None:
             return None
-        with _readable(str(self._path(step))):
-            lines = list(self._values(step))
-            complete = {str(one["complete"]): one for one in lines if "complete" in one}
-            unfinished = {str(one["unfinished"]): one for one in lines if "unfinished" in one}
-        return InFlight(complete, unfinished)
+        calls: list[Any] = []
+        with _readable("the groups in flight"):
+            complete = {str(one["complete"]): one for one in self._values(self._path(step)) if "complete" in one}
+            if self._calls.exists():
+                calls += self._values(self._calls)
+            return InFlight(complete, {str(one["place"]): one for one in calls})
 
     def _header(self, step: int) -> Mapping[str, Any] | None:
         """Return the first object of a file; None without a file of the batch in the log."""
         logged = next((line for line in self._log() if line.step == step), None)
         with suppress(*UNREADABLE, DataError):
-            header = next(self._values(step))
+            header = next(self._values(self._path(step)))
             return header if line_of(header["line"]) == logged else None
         return None
 
     def _log(self) -> Iterator[Collection]:
         return read_log(self._directory.asynchrony)
 
-    def _values(self, step: int) -> Iterator[Any]:
-        for text in plain_lines(self._path(step)):
+    def _values(self, path: Path) -> Iterator[Any]:
+        for text in plain_lines(path):
             yield json.loads(text)
 
     def _path(self, step: int) -> Path:
         return self._directory.batches / f"{step:06d}.jsonl"
+
+    @property
+    def _calls(self) -> Path:
+        return self._directory.batches / "calls.jsonl"
 
 
 @contextmanager
@@ -176,17 +196,18 @@ def complete_of(values: Any) -> tuple[list[Rollout], list[Rollout]]:
 
 
 def calls_of(values: Any) -> Calls:
-    """Return the calls of an unfinished group of `InFlight`. Raises `DataError`."""
+    """Return the calls of a group of `InFlight`. Raises `DataError`."""
     with _readable("the calls of a group"):
         keys = [Key(seed, temperature) for seed, temperature in values["keys"]]
         return list(zip(keys, from_json(values["calls"]).calls, strict=True))
 
 
+def _write(path: Path, lines: Iterable[Any]) -> None:
+    write_whole(path, "".join(json.dumps(line, default=as_text) + "\n" for line in lines).encode())
+
+
 def _lines(
-    line: Collection,
-    collected: Collected,
-    complete: Mapping[int, tuple[Group, Sequence[Rollout]]],
-    unfinished: Mapping[int, Calls],
+    line: Collection, collected: Collected, complete: Mapping[int, tuple[Group, Sequence[Rollout]]]
 ) -> Iterable[Mapping[str, Any]]:
     yield {"line": line.values, "greedy_rewards": collected.greedy_rewards, "metrics": collected.metrics}
     for rollout in collected.rollouts:
@@ -197,10 +218,9 @@ def _lines(
             "rollouts": [to_json(one, shares_prompts=True) for one in group],
             "greedy": [to_json(one) for one in greedy],
         }
-    for place, calls in unfinished.items():
-        together = Rollout(rollout_id=place, group_id=place, calls=tuple(call for _, call in calls))
-        yield {
-            "unfinished": place,
-            "keys": [key for key, _ in calls],
-            "calls": to_json(together, shares_prompts=True),
-        }
+
+
+def _calls_line(group: tuple[int, Calls]) -> Mapping[str, Any]:
+    place, calls = group
+    together = Rollout(rollout_id=place, group_id=place, calls=tuple(call for _, call in calls))
+    return {"place": place, "keys": [key for key, _ in calls], "calls": to_json(together, shares_prompts=True)}
