@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 from collections.abc import Callable
@@ -105,3 +106,56 @@ def test_a_killed_run_goes_on_with_its_rollouts_in_flight(demo: tuple[str, ...],
     found = followed(killed.run)
     assert found["left out"] == 0, "no group was lost"
     assert found["interrupted"] > 0
+
+
+def test_ranks_of_a_killed_run_go_on_with_their_groups(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    own = (DEMO, *demo[:2], *RECORDED[1:], *SLOW, "checkpoint.every=3", "logger.print_rollouts=0", "updates=7")
+    killed = Killed(tmp_path, *own, "rollout=colocated", "rollout.sleep_level=0", ranks=2)
+    killed.kill(lambda run: (run / "checkpoints/step-3").exists() and len(log_of(run)) >= 5)
+    killed.finish()
+    said = killed.said()
+    assert "batch 4 is trained again from its 12 rollouts" in said
+    assert re.search(r"\d groups were in flight: \d are complete, \d go on, with \d+ tokens of \d+ calls", said), said
+    assert [line["begins"] for line in log_of(killed.run)] == ["start", *[None] * 6]
+
+
+VARIANTS = {
+    "drop": (
+        *("environment=slow_calculator", "environment.settings.max_delay_s=2.0", "rollout.max_staleness=1"),
+        *("rollout.stragglers=drop", "rollout.samples_per_prompt=2"),
+    ),
+    "two updates": (*SLOW, "algorithm.minibatches=2", "rollout.max_staleness=4"),
+    "dynamic sampling": (*SLOW, "algorithm.dynamic_sampling=true", "algorithm.max_refills=3"),
+    "curriculum": (*SLOW, "data.curriculum.weighting=learnability", "data.curriculum.window=4"),
+    "truncated": (*LONG, "rollout.top_k=20", "rollout.replay_support=true"),
+    "critic": (*SLOW, "algorithm=ppo"),
+    "greedy answers": (*SLOW, "algorithm.advantage=remax"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_killed_runs_go_on(variant: str, demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    own = (DEMO, *demo[:2], *RECORDED, *VARIANTS[variant], "checkpoint.every=4", "logger.print_rollouts=0")
+    killed = Killed(tmp_path, *own, "updates=16" if variant == "two updates" else "updates=10")
+    killed.kill(lambda run: (run / "checkpoints/step-4").exists() and bool(kept_calls(run)))
+    killed.kill(lambda run: True, after_s=0.3)
+    killed.finish()
+    assert [line["begins"] for line in log_of(killed.run)].count("start") == 1
+    assert "is trained again from its" in killed.said()
+    if variant != "greedy answers":  # which a replay refuses
+        print(variant, followed(killed.run))
+
+
+@pytest.mark.slow
+def test_ten_kills_leave_one_run(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
+    own = (DEMO, *demo[:2], *RECORDED, *SLOW, "checkpoint.every=3", "logger.print_rollouts=0", "updates=24")
+    killed, moments = Killed(tmp_path, *own), random.Random(11)
+    killed.kill(lambda run: (run / "checkpoints/step-3").exists())
+    for _ in range(9):
+        killed.kill(lambda run: True, after_s=moments.uniform(0.0, 0.6))
+    killed.finish()
+    assert [line["begins"] for line in log_of(killed.run)] == ["start", *[None] * 23]
+    found = followed(killed.run)
+    assert found["left out"] == 0, "no group was lost"
+    assert found["checkpoints"] == 8

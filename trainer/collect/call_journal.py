@@ -81,8 +81,11 @@ class CallJournal:
         self, prompt_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
     ) -> EngineCall:
         """See `Engine.generate`."""
-        group = self._groups.get((sampling.affinity or (0,))[-1]) if sampling.is_trained else None
-        if group is None:  # of an evaluation, or of an agent, whose requests do not name their group
+        # Requests of evaluations are not trained, and those of agents do not name their group.
+        group = None
+        if sampling.is_trained and sampling.affinity is not None and len(sampling.affinity) == 2:
+            group = self._groups.get(sampling.affinity[1])
+        if group is None:
             return await self._pool.generate(prompt_ids, sampling, images)
         key = Key(sampling.seed, sampling.temperature)
         call = group.earlier.pop(key, None)

@@ -127,7 +127,7 @@ class KeptBatches:
         """Return a batch that `count_from` counts. Raises `DataError` for a damaged file."""
         lines = self._values(self._path(step))
         with _readable(str(self._path(step))):
-            header = next(lines)
+            header = next(lines, {})
             line = line_of(header["line"])
             rollouts = [from_json(one["delivered"]) for one in lines if "delivered" in one]
             groups: dict[int, list[Rollout]] = {}
@@ -158,7 +158,7 @@ class KeptBatches:
         """Return the first object of a file; None without a file of the batch in the log."""
         logged = next((line for line in self._log() if line.step == step), None)
         with suppress(*UNREADABLE, DataError):
-            header = next(self._values(self._path(step)))
+            header = next(self._values(self._path(step)), {})
             return header if line_of(header["line"]) == logged else None
         return None
 
