@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,10 @@ from lockstep.rollout.engine.engine_answers import answer_of, engine_call
 from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.records import EngineCall, ImageSpan, SamplingSupport, VersionSpan
 from lockstep.rollout.vllm_names import check_vllm
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 
 def partial_call(
@@ -32,10 +36,11 @@ def partial_call(
     check_vllm("partial")
     from vllm.v1.engine import FinishReason
 
-    processor = engine.llm.output_processor
+    processor: OutputProcessor = engine.llm.output_processor
     for request_id in processor.external_req_ids.get(sampling.name, ()):
-        state = processor.request_states[request_id]
-        if state.detokenizer is not None and state.detokenizer.num_output_tokens():
+        state: RequestState = processor.request_states[request_id]
+        tokens: IncrementalDetokenizer | None = state.detokenizer
+        if tokens is not None and tokens.num_output_tokens():
             return engine_call(
                 prompt_ids,
                 answer_of(state._new_completion_output([], FinishReason.ABORT, None)),

@@ -42,6 +42,7 @@ from lockstep.trainer.distributed.distributed import Distributed
 
 ADAPTER = "adapter"
 """Directory of an adapter, in a checkpoint or beside the merged model."""
+BATCHES = "batches"
 
 
 class RunDirectory:
@@ -52,7 +53,7 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.provenance = path / "provenance.json"
         self.metrics, self.asynchrony = path / "metrics.jsonl", path / "asynchrony.jsonl"
-        self.rollouts, self.batches = path / "rollouts", path / "batches"
+        self.rollouts, self.batches = path / "rollouts", path / BATCHES
         self.evaluations = path / "evaluations"
         self.media = path / "media"
         self.checkpoints = path / "checkpoints"

@@ -100,14 +100,14 @@ class Producer(RolloutSource):
         config: Config,
         *,
         log: CollectLog,
-        kept: KeptBatches | None = None,
+        store: KeptBatches | None = None,
         journal: CallJournal | None = None,
         **parts: Any,
     ) -> None:
-        """log: is told of each batch, on rank 0. kept: None: the run does not resume its rollouts in flight. journal:
-        the engine of the sampler, on drivers. parts: see `RolloutSource`."""
+        """log: is told of each batch, on rank 0. store: of batches, for a resumed run; None: a kill loses rollouts in
+        flight. journal: the engine of the sampler, on drivers. parts: see `RolloutSource`."""
         super().__init__(config, **parts)
-        self._log, self._kept, self._journal = log, kept, journal
+        self._log, self._store, self._journal = log, store, journal
         self._num_again: int | None = None
         """Number of batches of a killed run that are left to repeat; None before the first."""
         self._begins: str | None = "start"
@@ -179,9 +179,9 @@ class Producer(RolloutSource):
 
             def deliver() -> Collected:
                 collected = self._collected(self._deliver(batch or ()), silent, num_too_old=len(too_old or ()))
-                if self._kept is not None:
+                if self._store is not None:
                     complete = {work.place: work.result for work in self._works if work.result is not None}
-                    self._kept.write(line, collected, complete)
+                    self._store.write(line, collected, complete)
                 self._log.append(line)  # now the file is of this run
                 return collected
 
@@ -190,8 +190,8 @@ class Producer(RolloutSource):
     def forget(self) -> None:
         self._begins = self._begins or "engine"
         self._drivers.loop.run(self._cancel())
-        if self._kept is not None and self._drivers.is_main:
-            self._kept.forget_calls()
+        if self._store is not None and self._drivers.is_main:
+            self._store.forget_calls()
         self._prompts.restore(self._prompts.position)
         self._take_metrics()  # of rollouts that are sampled again
 
@@ -199,40 +199,43 @@ class Producer(RolloutSource):
 
     def _keep_calls(self) -> None:
         """Write the calls of groups in flight; a collective."""
-        if (kept := self._kept) is not None and self._begins is None:
+        if (store := self._store) is not None and self._begins is None:
             calls = dict(self._drivers.gather(lambda: self._drivers.loop.run(self._calls()).items()))
             if self._drivers.is_main:
-                kept.write_calls(calls)
+                store.write_calls(calls)
 
     def _is_repeated(self, step: int) -> bool:
         """Return True if a batch was collected before the run was killed; after the last one, go on with the groups in
         flight; a collective."""
-        kept = self._kept
-        if kept is None or self._num_again == -1:
+        store = self._store
+        if store is None or self._num_again == -1:
             return False
         if self._num_again is None:
-            self._num_again = self._drivers.decide(lambda: self._recall(kept, step)) if step else 0
+            self._num_again = self._drivers.decide(lambda: self._recall(store, step))
         self._num_again -= 1
         if self._num_again == -1 and step:
-            places, state = self._drivers.decide(lambda: (_places(self._works), kept.in_flight_after(step - 1)))
+            places, state = self._drivers.decide(lambda: (_places(self._works), store.in_flight_after(step - 1)))
             self._drivers.together(lambda: self._go_on(places, state and InFlight(*state)))
         return self._num_again >= 0
 
-    def _recall(self, kept: KeptBatches, step: int) -> int:
+    def _recall(self, store: KeptBatches, step: int) -> int:
         """Restore the groups in flight at a checkpoint, and return the number of batches to repeat."""
-        groups = kept.in_flight_before(step)
+        if not step:
+            store.clear()  # of a process that was killed before its first checkpoint
+            return 0
+        groups = store.in_flight_before(step)
         places = self._prompts.begin(len(groups))
         if places != [place for place, _ in groups] or self._prompts.position.unfinished != tuple(places):
             self._prompts.restore(self._prompts.position)
-            kept.say("the log of rollouts does not fit the checkpoint: rollouts in flight are sampled again")
+            store.say("the log of rollouts does not fit the checkpoint: rollouts in flight are sampled again")
             return 0
         self._works = [_Work(place=place, begun=version) for place, version in groups]
-        return kept.count_from(step)
+        return store.count_from(step)
 
     def _repeat(self, step: int, on_rollout: OnRollout) -> Collected:
         """Return the batch of a killed run, and do to the groups in flight what it did. On rank 0."""
-        assert self._kept is not None
-        line, collected = self._kept.read(step)
+        assert self._store is not None
+        line, collected = self._store.read(step)
         if line.begins is not None:
             self._works.clear()
             self._prompts.restore(self._prompts.position)
@@ -255,7 +258,7 @@ class Producer(RolloutSource):
         self._deliver(delivered(line.batch))
         for rollout in collected.rollouts:
             on_rollout(rollout)
-        self._kept.say(f"batch {step + 1} is trained again from its {len(collected.rollouts)} rollouts")
+        self._store.say(f"batch {step + 1} is trained again from its {len(collected.rollouts)} rollouts")
         return collected
 
     def _go_on(self, places: Sequence[int], state: InFlight | None) -> None:
@@ -274,9 +277,9 @@ class Producer(RolloutSource):
         if self._journal is not None:
             for place in filter(self._drivers.owns, earlier):
                 self._journal.begin(place, earlier[place])
-        if self._kept is not None and self._drivers.is_main:
+        if self._store is not None and self._drivers.is_main:
             num_tokens = sum(len(call.sampled_ids) for calls in earlier.values() for _, call in calls)
-            self._kept.say(
+            self._store.say(
                 f"{len(places)} groups were in flight: {len(places) - len(unfinished)} are complete, {len(unfinished)} "
                 f"go on, with {num_tokens} tokens of {sum(map(len, earlier.values()))} calls"
             )
@@ -432,8 +435,8 @@ def made_ahead(
     pool: None on ranks that do not drive. say: told what is repeated.
     """
     journal = None if pool is None else CallJournal(pool)
-    log, kept = CollectLog(directory.asynchrony), KeptBatches(directory, say)
-    return journal, partial(Producer, log=log, kept=kept, journal=journal)
+    log, store = CollectLog(directory.asynchrony), KeptBatches(directory, say)
+    return journal, partial(Producer, log=log, store=store, journal=journal)
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, list[Rollout]]]) -> list[list[Rollout]]:

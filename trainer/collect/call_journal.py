@@ -44,7 +44,7 @@ class _Running(NamedTuple):
     prompt_ids: Sequence[int]
     images: Sequence[ImageSpan]
     before: EngineCall | None
-    """What of the call was sampled before the kill; the prompt of the request ends with it."""
+    """Part of the call that was sampled before the kill, with which the prompt of the request ends."""
 
 
 @dataclass(slots=True)

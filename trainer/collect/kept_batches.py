@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -78,6 +79,10 @@ class KeptBatches:
     def forget_calls(self) -> None:
         """Remove the calls: their groups begin again."""
         self._tolerating(lambda: self._calls.unlink(missing_ok=True))
+
+    def clear(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self._directory.batches, ignore_errors=True)
 
     def _tolerating(self, write: Callable[[], object]) -> None:
         """Write, or let the run go on without after one warning."""

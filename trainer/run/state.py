@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,8 @@ def restore_state(
     """Load a checkpoint; a collective. Returns the files of the user with what was changed since the run began."""
     from lockstep.trainer.checkpoint.resume import restore  # a new run does not load it
 
-    resumption = restore(path, parts.config, plain(parts.config), directory.checkpoints, parts.distributed)
+    sizes = parts.prompts.sizes if parts.prompts is not None else ()
+    resumption = restore(path, parts.config, directory.checkpoints, parts.distributed, files=files, data_rows=sizes)
     state, guard = resumption.state, parts.updater.guard
     parts.trainer.num_steps = state.step
     parts.updater.num_updates = state.update
@@ -62,15 +62,7 @@ def restore_state(
     console.say(f"{'forked' if resumption.is_fork else 'resumed'} from {resumption.path} at update {state.update}")
     for sentence in (*resumption.warnings, *filter(None, [other_data])):
         console.warn(sentence)
-    before = UserFiles.read(path)
-    changed_files = files.changed_since(before)
-    for name in changed_files:
-        console.warn(
-            f"{name} was changed after {path.name} was saved: the run used the earlier content up to update "
-            f"{state.update}, and uses the new one from now on"
-        )
-    is_changed = resumption.is_changed or bool(changed_files) or other_data is not None
-    return replace(resumption, is_changed=is_changed), files.after(before, update=state.update)
+    return resumption, files.after(UserFiles.read(path), update=state.update)
 
 
 def _load_average(average: WeightAverage, path: Path, distributed: Distributed) -> bool:
@@ -94,10 +86,6 @@ def open_metrics(
     for tracker, place in metrics.places.items():
         console.say(f"{tracker:<14} {place}")
     metrics.truncate_after(update=parts.updater.num_updates, batch=parts.trainer.num_steps)
-    if (resumed is None or resumed.is_changed) and directory.batches.is_dir():
-        shutil.rmtree(directory.batches)
-        why = "without a checkpoint" if resumed is None else "because of that"
-        console.warn(f"{why}, what was collected or in flight since the last checkpoint is sampled again")
     return metrics
 
 
