@@ -189,6 +189,7 @@ class Producer(RolloutSource):
 
     def forget(self) -> None:
         self._begins = self._begins or "engine"
+        self._num_again = None if self._num_again is None else -1
         self._drivers.loop.run(self._cancel())
         if self._store is not None and self._drivers.is_main:
             self._store.forget_calls()
