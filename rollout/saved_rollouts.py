@@ -64,7 +64,7 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     try:
         with partial.open("w") as file:
             for rollout in rollouts:
-                file.write(json.dumps(to_json(rollout, shares_prompts=True), default=_as_text) + "\n")
+                file.write(json.dumps(to_json(rollout, shares_prompts=True), default=as_text) + "\n")
             file.flush()
             os.fsync(file.fileno())  # otherwise a crash of the machine may keep the name without the content
         partial.replace(path)
@@ -72,7 +72,7 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return what JSON has no form for as text; of bytes, such as an image of a data row, their number."""
     return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
 

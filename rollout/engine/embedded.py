@@ -45,7 +45,7 @@ from lockstep.rollout.engine.engine_answers import (
 )
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.engine.plugin import CHILD_ENV, SCHEDULER
-from lockstep.rollout.engine.protocol import POLICY
+from lockstep.rollout.engine.protocol import Sampling
 from lockstep.rollout.errors import ConfigError, EngineError, EvidenceError, RequestError
 from lockstep.rollout.records import EngineCall, ImageSpan
 from lockstep.rollout.system.addresses import LOOPBACK
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from lockstep.rollout.engine.image_prompts import ImagePrompts
-    from lockstep.rollout.engine.protocol import Sampling
     from lockstep.rollout.engine.token_scores import TokenScores
     from lockstep.rollout.media.processing import ImageProcessing
 
@@ -77,6 +76,7 @@ FIRST_PAUSE_S = 0.1
 """Pause before the second attempt; it doubles with each further one. Up to as much again is added at random."""
 LOG_TAIL_LINES = 15
 
+SCORE = Sampling(max_tokens=1)
 PAUSE_MODES = ("wait", "keep", "abort")
 """Treatments of requests in flight that vLLM knows."""
 
@@ -211,7 +211,7 @@ class EmbeddedEngine:
         """See `Engine.generate`."""
         room = check_prompt(prompt_ids, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         params = sample_params(sampling, room=room)
-        output = await self._request(prompt_ids, params, sampling.model, images)
+        output = await self._request(prompt_ids, params, sampling, images)
         answer = answer_of(output.outputs[0])
         if self._images is not None:
             self._images.refuse_sampled(answer.sampled_ids, self.name)
@@ -356,16 +356,16 @@ class EmbeddedEngine:
             gc_collect_all()  # vLLM's engine is in a reference cycle and complains if collected at interpreter exit
 
     async def _request(
-        self, ids: Sequence[int], params: dict[str, Any], model: str = POLICY, images: Sequence[ImageSpan] = ()
+        self, ids: Sequence[int], params: dict[str, Any], of: Sampling = SCORE, images: Sequence[ImageSpan] = ()
     ) -> RequestOutput:
         for attempt in range(REQUEST_ATTEMPTS - 1):
             with suppress(RequestError):
-                return await self._attempt(ids, params, model, images)
+                return await self._attempt(ids, params, of, images)
             await asyncio.sleep(FIRST_PAUSE_S * (2**attempt + random.random()))
-        return await self._attempt(ids, params, model, images)
+        return await self._attempt(ids, params, of, images)
 
     async def _attempt(
-        self, ids: Sequence[int], params: dict[str, Any], model: str, images: Sequence[ImageSpan]
+        self, ids: Sequence[int], params: dict[str, Any], of: Sampling, images: Sequence[ImageSpan]
     ) -> RequestOutput:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -377,17 +377,17 @@ class EmbeddedEngine:
             prompt = tokens_input(list(ids))  # vLLM would render raw ids in a thread
         else:
             prompt = self._image_prompts.input(ids, images)
-        answer = self._final_output(prompt, settings, model)
+        answer = self._final_output(prompt, settings, of)
         return await self._call(answer, "sample", timeout_s=self._request_timeout_s)
 
-    async def _final_output(self, prompt: Any, settings: SamplingParams, model: str) -> RequestOutput:
+    async def _final_output(self, prompt: Any, settings: SamplingParams, of: Sampling) -> RequestOutput:
         await self._admits.wait()
         adapter: dict[str, Any] = {}
         if self._adapters is None:
-            refuse_adapter(model, source=self.name)
+            refuse_adapter(of.model, source=self.name)
         else:
-            adapter["lora_request"] = self._adapters.request(model)
-        name = f"lockstep-{next(self._request_ids)}"
+            adapter["lora_request"] = self._adapters.request(of.model)
+        name = of.name or f"lockstep-{next(self._request_ids)}"
         stream = self.llm.generate(prompt, settings, name, **adapter)
         outputs = [output async for output in stream]
         if len(outputs) != 1:

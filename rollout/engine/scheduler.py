@@ -7,6 +7,9 @@ Outputs must be sent before weights change, because vLLM labels a message with t
 Weights change only while the engine is paused: a draining pause ends every request, a freezing one first sends the
 buffered outputs. Selected through vLLM's `scheduler_cls`, which is documented but not guaranteed to stay.
 
+Requests that score a prompt go before those that wait to sample: the canary of a weight sync, for which the trainer
+waits, would else be scored after all rollouts in the queue.
+
 Requests that go on after drawn tokens (`Sampling.drawn`) come by here, too: with the executor `uni` of embedded engines
 the process of the scheduler is the worker's.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -31,6 +34,7 @@ from lockstep.rollout.vllm_names import check_vllm
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
@@ -78,6 +82,10 @@ class BufferedOutputs(Base):
         if _count_drawn(request.sampling_params):
             advance_generators()
         super().add_request(request)
+        sampling, queue = request.sampling_params, cast("RequestQueue", self.waiting)
+        if sampling is not None and sampling.prompt_logprobs is not None and request in queue:
+            queue.remove_request(request)
+            queue.prepend_request(request)
 
     def has_requests(self) -> bool:
         """Return True also for a frozen engine with buffered outputs: one more step, without tokens, sends them."""

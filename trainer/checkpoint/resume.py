@@ -8,7 +8,8 @@ resume=<runs/a/checkpoints/step-4> run_name=b     fork: a new run with its weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from typing import Any
 from lockstep.rollout.errors import CheckpointError
 from lockstep.trainer.checkpoint import checkpoint, stored
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
+from lockstep.trainer.checkpoint.run_dir import BATCHES
+from lockstep.trainer.checkpoint.user_files import UserFiles
 from lockstep.trainer.config.changes import changes, flat
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
+from lockstep.trainer.config.tree import plain
 from lockstep.trainer.distributed.distributed import Distributed
 
 
@@ -38,12 +42,18 @@ class Resumed:
 
 
 def restore(
-    path: Path, config: Config, settings: Mapping[str, Any], checkpoints: Path, distributed: Distributed
+    path: Path,
+    config: Config,
+    checkpoints: Path,
+    distributed: Distributed,
+    *,
+    files: UserFiles,
+    data_rows: Sequence[int],
 ) -> Resumed:
     """Load a checkpoint into the prepared module and optimizer; a collective.
 
-    settings: the configuration as checkpoints store it. checkpoints: directory of those of this run. Raises
-    `CheckpointError` on all ranks if it cannot be loaded.
+    checkpoints: directory of those of this run. files: those that this process read. data_rows: number of rows of each
+    data set. Raises `CheckpointError` on all ranks if it cannot be loaded.
     """
     before = stored.saved_settings(path) or {}
     _refuse_other_optimizer(path, before, config.optimizer.name)
@@ -59,7 +69,7 @@ def restore(
             f"{distributed.world_size} rank(s) with ZeRO stage {distributed.zero_stage} round in another order from "
             "now on"
         )
-    changed_settings = changes(before, settings)
+    changed_settings = changes(before, plain(config))
     if changed_settings:
         listing = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed_settings.items())
         warnings.append(f"settings changed since {path.name} was saved, in effect from now on: {listing}")
@@ -68,6 +78,17 @@ def restore(
                 f"from now on the learning rate follows its {config.optimizer.schedule} schedule over {config.updates} "
                 "updates"
             )
+    changed_files = files.changed_since(UserFiles.read(path))
+    warnings += [
+        f"{name} was changed after {path.name} was saved: the run used the earlier content up to update "
+        f"{state.update}, and uses the new one from now on"
+        for name in changed_files
+    ]
+    has_other_rows = bool(state.data_rows) and tuple(state.data_rows) != tuple(data_rows)
+    if (changed_settings or changed_files or has_other_rows) and (checkpoints.parent / BATCHES).is_dir():
+        if distributed.is_main:
+            shutil.rmtree(checkpoints.parent / BATCHES)
+        warnings.append("therefore what was collected after it, or was in flight, is sampled again")
     is_fork = not checkpoint.belongs_to(path, checkpoints)
     if not is_fork and config.resume != "auto":
         numbers = (other.name.removeprefix("step-") for other in checkpoints.glob("step-*"))

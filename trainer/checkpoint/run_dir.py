@@ -4,6 +4,7 @@
                 provenance.json       code version, packages, devices
                 metrics.jsonl         one object per step; asynchrony.jsonl: order of rollouts made ahead
                 rollouts/step-N.jsonl sampled rollouts, with token ids, logprobs and rewards
+                batches/N.jsonl       with rollouts made ahead: last batches and groups in flight, for resuming
                 evaluations/          results and rollouts of each evaluation
                 media/                images of prompts and tools, by digest
                 checkpoints/step-N/   for resuming; `manifest.json` is written last
@@ -41,6 +42,7 @@ from lockstep.trainer.distributed.distributed import Distributed
 
 ADAPTER = "adapter"
 """Directory of an adapter, in a checkpoint or beside the merged model."""
+BATCHES = "batches"
 
 
 class RunDirectory:
@@ -51,7 +53,7 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.provenance = path / "provenance.json"
         self.metrics, self.asynchrony = path / "metrics.jsonl", path / "asynchrony.jsonl"
-        self.rollouts = path / "rollouts"
+        self.rollouts, self.batches = path / "rollouts", path / BATCHES
         self.evaluations = path / "evaluations"
         self.media = path / "media"
         self.checkpoints = path / "checkpoints"

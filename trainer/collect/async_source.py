@@ -20,18 +20,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from lockstep.rewards.composition import Tally
+from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import OnRollout, RunEpisode, Sampler
+from lockstep.trainer.checkpoint.run_dir import RunDirectory
+from lockstep.trainer.collect.call_journal import CallJournal, Calls
 from lockstep.trainer.collect.collect_log import Collection, CollectLog, Round
 from lockstep.trainer.collect.driving import end
 from lockstep.trainer.collect.groups import Collected, Group, is_kept, rewards_of
+from lockstep.trainer.collect.kept_batches import InFlight, KeptBatches, calls_of, complete_of
 from lockstep.trainer.collect.source import RolloutSource
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.data.prompts import Row
@@ -88,10 +95,21 @@ class Orders(NamedTuple):
 class Producer(RolloutSource):
     """Asynchronous source. Its state changes only during `collect`."""
 
-    def __init__(self, config: Config, *, log: CollectLog, **parts: Any) -> None:
-        """log: is told of each batch, on rank 0. parts: see `RolloutSource`."""
+    def __init__(
+        self,
+        config: Config,
+        *,
+        log: CollectLog,
+        store: KeptBatches | None = None,
+        journal: CallJournal | None = None,
+        **parts: Any,
+    ) -> None:
+        """log: is told of each batch, on rank 0. store: of batches, for a resumed run; None: a kill loses rollouts in
+        flight. journal: the engine of the sampler, on drivers. parts: see `RolloutSource`."""
         super().__init__(config, **parts)
-        self._log = log
+        self._log, self._store, self._journal = log, store, journal
+        self._num_again: int | None = None
+        """Number of batches of a killed run that are left to repeat; None before the first."""
         self._begins: str | None = "start"
         """See `Collection.begins`."""
         self._batch = config.rollout.prompts_per_step
@@ -119,6 +137,9 @@ class Producer(RolloutSource):
             if not self._is_open:
                 drivers.run(self._open())
                 self._is_open = True
+            if self._is_repeated(step):
+                return drivers.together(lambda: self._repeat(step, on_rollout) if drivers.is_main else Collected())
+            self._keep_calls()
             silent: list[_Work] = []  # groups without spread, under dynamic sampling
             too_old: Sequence[_Work] | None = None
             batch: Sequence[_Work] | None = None
@@ -145,8 +166,6 @@ class Producer(RolloutSource):
                     shown_places.add(work.place)
                 batch = self._ready(version, num_silent=len(silent))
                 rounds.append(Round(arrived=oldest, dropped=_places(dropped), silent=_places(quiet), begun=begun))
-                if batch is not None:
-                    self._write(step, version, rounds, batch)
                 return Orders(begun, _places(dropped), is_ready=batch is not None)
 
             arrived = drivers.gather(lambda: self._drivers.loop.run(self._take_complete()))
@@ -154,31 +173,118 @@ class Producer(RolloutSource):
                 arrived = drivers.gather(lambda: self._drivers.loop.run(self._advance(orders)))
             drivers.together(lambda: self._drivers.loop.run(self._start(orders)))
             self._episodes.hand_over()
-            is_main, late = drivers.is_main, len(too_old or ())
-            return drivers.together(
-                lambda: (
-                    self._collected(self._deliver(batch or ()), silent, num_too_old=late) if is_main else Collected()
-                )
-            )
+            begins, self._begins = self._begins, None
+            is_alone = drivers.poll_s is None
+            line = Collection(step, version, begins, is_alone=is_alone, rounds=rounds, batch=_places(batch or ()))
 
-    def _write(self, step: int, version: int, rounds: Sequence[Round], batch: Sequence[_Work]) -> None:
-        """Write a line of the log."""
-        begins, self._begins = self._begins, None
-        line = Collection(
-            step=step,
-            version=version,
-            begins=begins,
-            is_alone=self._drivers.poll_s is None,
-            rounds=rounds,
-            batch=_places(batch),
-        )
-        self._log.append(line)
+            def deliver() -> Collected:
+                collected = self._collected(self._deliver(batch or ()), silent, num_too_old=len(too_old or ()))
+                if self._store is not None:
+                    complete = {work.place: work.result for work in self._works if work.result is not None}
+                    self._store.write(line, collected, complete)
+                self._log.append(line)  # now the file is of this run
+                return collected
+
+            return drivers.together(lambda: deliver() if drivers.is_main else Collected())
 
     def forget(self) -> None:
         self._begins = self._begins or "engine"
+        self._num_again = None if self._num_again is None else -1
         self._drivers.loop.run(self._cancel())
+        if self._store is not None and self._drivers.is_main:
+            self._store.forget_calls()
         self._prompts.restore(self._prompts.position)
         self._take_metrics()  # of rollouts that are sampled again
+
+    # Batches of a killed run, and its groups in flight
+
+    def _keep_calls(self) -> None:
+        """Write the calls of groups in flight; a collective."""
+        if (store := self._store) is not None and self._begins is None:
+            calls = dict(self._drivers.gather(lambda: self._drivers.loop.run(self._calls()).items()))
+            if self._drivers.is_main:
+                store.write_calls(calls)
+
+    def _is_repeated(self, step: int) -> bool:
+        """Return True if a batch was collected before the run was killed; after the last one, go on with the groups in
+        flight; a collective."""
+        store = self._store
+        if store is None or self._num_again == -1:
+            return False
+        if self._num_again is None:
+            self._num_again = self._drivers.decide(lambda: self._recall(store, step))
+        self._num_again -= 1
+        if self._num_again == -1 and step:
+            places, state = self._drivers.decide(lambda: (_places(self._works), store.in_flight_after(step - 1)))
+            self._drivers.together(lambda: self._go_on(places, state and InFlight(*state)))
+        return self._num_again >= 0
+
+    def _recall(self, store: KeptBatches, step: int) -> int:
+        """Restore the groups in flight at a checkpoint, and return the number of batches to repeat."""
+        if not step:
+            store.clear()  # of a process that was killed before its first checkpoint
+            return 0
+        groups = store.in_flight_before(step)
+        places = self._prompts.begin(len(groups))
+        if places != [place for place, _ in groups] or self._prompts.position.unfinished != tuple(places):
+            self._prompts.restore(self._prompts.position)
+            store.say("the log of rollouts does not fit the checkpoint: rollouts in flight are sampled again")
+            return 0
+        self._works = [_Work(place=place, begun=version) for place, version in groups]
+        return store.count_from(step)
+
+    def _repeat(self, step: int, on_rollout: OnRollout) -> Collected:
+        """Return the batch of a killed run, and do to the groups in flight what it did. On rank 0."""
+        assert self._store is not None
+        line, collected = self._store.read(step)
+        if line.begins is not None:
+            self._works.clear()
+            self._prompts.restore(self._prompts.position)
+        groups = {place: list(group) for place, group in groupby(collected.rollouts, lambda one: one.group_id)}
+
+        def delivered(places: Sequence[int]) -> list[_Work]:
+            works = [work for work in self._works if work.place in places]
+            for work in works:
+                work.result = Complete(group=groups[work.place], greedy=())
+            return works
+
+        for one in line.rounds:
+            self._remove([work for work in self._works if work.place in one.dropped])
+            self._deliver(delivered(one.silent))
+            if (begun := self._begin(len(one.begun), line.version)) != list(one.begun):
+                raise DataError(
+                    f"batch {step + 1} began the rows {one.begun}, and the data now gives {begun}: it is not what the "
+                    "run had; restore it, or remove the folder batches of the run to collect from the checkpoint on"
+                )
+        self._deliver(delivered(line.batch))
+        for rollout in collected.rollouts:
+            on_rollout(rollout)
+        self._store.say(f"batch {step + 1} is trained again from its {len(collected.rollouts)} rollouts")
+        return collected
+
+    def _go_on(self, places: Sequence[int], state: InFlight | None) -> None:
+        """Go on with the groups that were in flight when the run was killed. places: all of them. state: None if they
+        were not kept."""
+        if state is None or not places:
+            self._works.clear()
+            self._prompts.restore(self._prompts.position)
+            return
+        self._begins = None
+        for work in self._works:
+            if (values := state.complete.get(str(work.place))) is not None:
+                work.result = Complete(*complete_of(values))
+        unfinished = [place for place in places if str(place) not in state.complete]
+        earlier = {place: calls_of(state.calls[str(place)]) for place in unfinished if str(place) in state.calls}
+        if self._journal is not None:
+            for place in filter(self._drivers.owns, earlier):
+                self._journal.begin(place, earlier[place])
+        if self._store is not None and self._drivers.is_main:
+            num_tokens = sum(len(call.sampled_ids) for calls in earlier.values() for _, call in calls)
+            self._store.say(
+                f"{len(places)} groups were in flight: {len(places) - len(unfinished)} are complete, {len(unfinished)} "
+                f"go on, with {num_tokens} tokens of {sum(map(len, earlier.values()))} calls"
+            )
+        self._drivers.loop.run(self._start(Orders(begun=unfinished)))
 
     def close(self) -> None:
         """Cancel groups in flight. Their prompts stay `unfinished`, so that a resumed run samples them again."""
@@ -240,10 +346,13 @@ class Producer(RolloutSource):
         for place in orders.dropped:
             if place in self._tasks:
                 self._tasks.pop(place).cancel()
+        self._end_calls(orders.dropped)
         own = [place for place in orders.begun if self._drivers.owns(place)]
         if self._sampler is None or not own:
             return
         for place, row in zip(own, self._prompts.rows(own), strict=True):
+            if self._journal is not None:
+                self._journal.begin(place)
             task = asyncio.get_running_loop().create_task(self._make(self._sampler, place, row))
             # Else asyncio logs the failures of groups that were dropped or canceled, whose results are not read.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -262,10 +371,20 @@ class Producer(RolloutSource):
         complete = [(place, task.result()) for place, task in self._tasks.items() if task.done()]
         for place, _ in complete:
             del self._tasks[place]
+        self._end_calls([place for place, _ in complete])
         return complete
+
+    def _end_calls(self, places: Iterable[int]) -> None:
+        if self._journal is not None:
+            self._journal.end(places)
+
+    async def _calls(self) -> dict[int, Calls]:
+        """Return the calls of the groups in flight on this rank."""
+        return {} if self._journal is None else await self._journal.calls()
 
     async def _cancel(self) -> None:
         await end(self._tasks.values())
+        self._end_calls(self._tasks)
         self._tasks.clear()
         self._works.clear()
 
@@ -307,6 +426,18 @@ class Producer(RolloutSource):
 
 def _places(works: Sequence[_Work]) -> list[int]:
     return [work.place for work in works]
+
+
+def made_ahead(
+    pool: EnginePool | None, directory: RunDirectory, say: Callable[[str], None]
+) -> tuple[Any, Callable[..., Producer]]:
+    """Return the engine for the sampler of this rank, and a function that makes the source of a run which resumes.
+
+    pool: None on ranks that do not drive. say: told what is repeated.
+    """
+    journal = None if pool is None else CallJournal(pool)
+    log, store = CollectLog(directory.asynchrony), KeptBatches(directory, say)
+    return journal, partial(Producer, log=log, store=store, journal=journal)
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, list[Rollout]]]) -> list[list[Rollout]]:

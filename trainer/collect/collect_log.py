@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.rollout.system.plain_files import plain_lines, write_whole
 
@@ -47,6 +47,11 @@ class Collection(NamedTuple):
     """Groups that are trained, in this order."""
 
     @property
+    def values(self) -> dict[str, Any]:
+        """The line as JSON."""
+        return self._asdict() | {"rounds": [one._asdict() for one in self.rounds]}
+
+    @property
     def delivered(self) -> list[int]:
         """Groups whose rollouts the step gave to training, reports and curriculum."""
         return [*self.batch, *chain.from_iterable(one.silent for one in self.rounds)]
@@ -79,14 +84,19 @@ def read_log(path: Path) -> Iterator[Collection]:
     """Yield the lines of a log, but for those that a kill has torn; nothing without a file. Raises OSError."""
     for text in plain_lines(path) if path.exists() else ():
         try:
-            values = json.loads(text)
-            line = Collection(**values | {"rounds": [Round(**one) for one in values["rounds"]]})
-            numbers = [line.step, line.version, *line.delivered, *(place for one in line.rounds for place in one.begun)]
-            if all(type(number) is int for number in numbers):
-                yield line
+            yield line_of(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
 
 
+def line_of(values: Any) -> Collection:
+    """Return the line of `Collection.values`. Raises ValueError, KeyError, TypeError or AttributeError."""
+    line = Collection(**values | {"rounds": [Round(**one) for one in values["rounds"]]})
+    numbers = [line.step, line.version, *line.delivered, *(place for one in line.rounds for place in one.begun)]
+    if not all(type(number) is int for number in numbers):
+        raise TypeError("expected integers")
+    return line
+
+
 def _text(line: Collection) -> str:
-    return json.dumps(line._asdict() | {"rounds": [one._asdict() for one in line.rounds]}) + "\n"
+    return json.dumps(line.values) + "\n"

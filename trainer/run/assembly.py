@@ -316,18 +316,17 @@ class Assembly:
                     rewards.load()
 
         self._distributed.together(load_reward_models)
-        sampler = None
-        if engines.pool:
+        sampler, engine = None, engines.pool
+        make_source: Callable[..., RolloutSource] = Collector
+        if config.rollout.max_staleness:
+            from lockstep.trainer.collect.async_source import made_ahead
+
+            engine, make_source = made_ahead(engines.pool, self._directory, self._console.say)
+        if engine:
             gateway = config.gateway
             if gateway.port:  # drivers on one machine have a gateway each
                 gateway = replace(gateway, port=gateway.port + int(os.environ.get("LOCAL_RANK", "0")))
-            sampler = make_sampler(replace(config, gateway=gateway), engine=engines.pool, chat=chat)
-        make_source: Callable[..., RolloutSource] = Collector
-        if config.rollout.max_staleness:
-            from lockstep.trainer.collect.async_source import Producer
-            from lockstep.trainer.collect.collect_log import CollectLog
-
-            make_source = partial(Producer, log=CollectLog(self._directory.asynchrony))
+            sampler = make_sampler(replace(config, gateway=gateway), engine=engine, chat=chat)
         episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
         sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
         rollouts = make_source(config, episodes=episodes, sampling=sampling, prompts=prompts)

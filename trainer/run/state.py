@@ -39,7 +39,8 @@ def restore_state(
     """Load a checkpoint; a collective. Returns the files of the user with what was changed since the run began."""
     from lockstep.trainer.checkpoint.resume import restore  # a new run does not load it
 
-    resumption = restore(path, parts.config, plain(parts.config), directory.checkpoints, parts.distributed)
+    sizes = parts.prompts.sizes if parts.prompts is not None else ()
+    resumption = restore(path, parts.config, directory.checkpoints, parts.distributed, files=files, data_rows=sizes)
     state, guard = resumption.state, parts.updater.guard
     parts.trainer.num_steps = state.step
     parts.updater.num_updates = state.update
@@ -61,13 +62,7 @@ def restore_state(
     console.say(f"{'forked' if resumption.is_fork else 'resumed'} from {resumption.path} at update {state.update}")
     for sentence in (*resumption.warnings, *filter(None, [other_data])):
         console.warn(sentence)
-    before = UserFiles.read(path)
-    for name in files.changed_since(before):
-        console.warn(
-            f"{name} was changed after {path.name} was saved: the run used the earlier content up to update "
-            f"{state.update}, and uses the new one from now on"
-        )
-    return resumption, files.after(before, update=state.update)
+    return resumption, files.after(UserFiles.read(path), update=state.update)
 
 
 def _load_average(average: WeightAverage, path: Path, distributed: Distributed) -> bool:

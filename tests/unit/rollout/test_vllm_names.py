@@ -156,7 +156,7 @@ def test_every_argument_and_variable_of_an_engine_is_declared() -> None:
 
 
 def test_every_method_of_the_engine_is_declared() -> None:
-    text = (ROOT / "rollout/engine/embedded.py").read_text()
+    text = "".join((ROOT / f"rollout/engine/{name}.py").read_text() for name in ("embedded", "partial_answers"))
     used = set(re.findall(r"(?:self\.|\b)_?llm\.(\w+)", text))
     known = module_names()["vllm.v1.engine.async_llm"]
     assert {f"AsyncLLM.{name}" for name in used} | {"AsyncLLM", "AsyncLLM.from_vllm_config"} == known

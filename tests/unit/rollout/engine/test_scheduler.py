@@ -11,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
@@ -66,6 +67,31 @@ def sent(scheduler: Buffered) -> dict[str, tuple[list[int], list[float]]]:
             assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
             found[output.request_id] = (output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
     return found
+
+
+class Queued(Scripted):
+    def __init__(self) -> None:
+        super().__init__([])
+        self.waiting = create_request_queue(SchedulingPolicy.FCFS)
+
+    def add_request(self, request: Any) -> None:
+        self.waiting.add_request(request)
+
+
+class BufferedQueue(BufferedOutputs, Queued):
+    pass
+
+
+def test_requests_that_score_go_before_those_that_sample() -> None:
+    scheduler = BufferedQueue()
+    sampling, scoring = SamplingParams(max_tokens=9), SamplingParams(max_tokens=1, prompt_logprobs=0)
+    requests = [
+        SimpleNamespace(name=name, sampling_params=one)
+        for name, one in zip("abc", [sampling, sampling, scoring], strict=True)
+    ]
+    for request in [*requests, SimpleNamespace(name="d", sampling_params=None)]:
+        scheduler.add_request(request)  # type: ignore[arg-type]
+    assert [request.name for request in scheduler.waiting] == ["c", "a", "b", "d"]  # type: ignore[attr-defined]
 
 
 def test_a_request_is_sent_when_it_ends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lockstep.trainer.checkpoint import checkpoint, stored
 from lockstep.trainer.checkpoint.checkpoint import TrainerState
 from lockstep.trainer.checkpoint.resume import restore
 from lockstep.trainer.checkpoint.run_dir import open_run
+from lockstep.trainer.checkpoint.user_files import UserFiles
 from lockstep.trainer.config.changes import changes, settings_hash
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
@@ -32,10 +34,10 @@ def save(checkpoints: Path, update: int, of: Config, **state: Any) -> Path:
     return checkpoint.save(checkpoints, made, saved, keep=9, config=asdict(of))
 
 
-def resumed(now: Config, checkpoints: Path) -> Any:
+def resumed(now: Config, checkpoints: Path, *, files: UserFiles | None = None, data_rows: Sequence[int] = ()) -> Any:
     path, _ = stored.find(now.resume, checkpoints)
     assert path is not None
-    return restore(path, now, asdict(now), checkpoints, SavedState())
+    return restore(path, now, checkpoints, SavedState(), files=files or UserFiles(), data_rows=data_rows)
 
 
 def test_the_hash_covers_training_settings_but_not_the_name_of_the_run() -> None:
@@ -56,6 +58,22 @@ def test_changed_settings_are_reported(tmp_path: Path) -> None:
     assert "optimizer.lr None -> 1e-05, token_budget None -> 128" in sentence
     assert "updates" not in sentence
     assert not found.is_fork
+
+
+@pytest.mark.parametrize(
+    ("seed", "content", "data_rows", "remain"),
+    [(0, "a", (5, 6), True), (1, "a", (5, 6), False), (0, "b", (5, 6), False), (0, "a", (5, 7), False)],
+)
+def test_batches_are_trained_again_only_if_settings_data_and_files_are_the_same(
+    seed: int, content: str, data_rows: Sequence[int], remain: bool, tmp_path: Path
+) -> None:
+    batches, checkpoints = tmp_path / "batches", tmp_path / "checkpoints"
+    batches.mkdir()
+    UserFiles(hashes={"my.py": "a"}).save(save(checkpoints, 4, config(), data_rows=(5, 6)))
+    now = config(resume="auto", run_name="a", seed=seed)
+    found = resumed(now, checkpoints, files=UserFiles(hashes={"my.py": content}), data_rows=data_rows)
+    assert batches.exists() == remain
+    assert any("sampled again" in sentence for sentence in found.warnings) == (not remain)
 
 
 def test_the_state_of_another_optimizer_is_refused_before_it_is_read(tmp_path: Path) -> None:
