@@ -90,6 +90,8 @@ def meetings(ranks: Rank, drivers: SeveralRanks) -> dict[str, Any]:
     async def name() -> str:
         return f"result {rank}"
 
+    take = {last: ["a record"]}
+    found["failure in the last `receive`"] = error_of(lambda: drivers.run(name(), lambda: take.pop(rank, []), refuse))
     received: list[str] = []
     take = {number: [f"of {number}"] for number in range(last + 1)}
     found["result"] = drivers.run(name(), lambda: take.pop(rank, []), received.append)

@@ -98,6 +98,7 @@ def test_ranks_meet(ranks: int, tmp_path: Path) -> None:
         assert len(messages) <= 2 * 2 * 3, "two meetings, both directions, three neighbors"
         assert found["failure of rank 1"] == "EngineError: the engine of rank 1 is dead"
         assert found["failure in `receive`"].endswith("ValueError: refused a record")
+        assert found["failure in the last `receive`"] == found["failure in `receive`"]
         assert found["coroutine"] == ["canceled"]
     assert len({found["failure in `receive`"] for found in others}) == 1
     assert [found["result"] for found in reports] == [f"result {rank}" for rank in range(ranks)]
