@@ -72,7 +72,7 @@ from lockstep.rollout.system.gc_freeze import gc_frozen
 from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
-from lockstep.trainer.collect.several_ranks import POLL_S, SeveralRanks, pack
+from lockstep.trainer.collect.several_ranks import POLL_S, Meeting, SeveralRanks, pack
 from lockstep.trainer.distributed.distributed import Distributed
 
 SWEEPS = ("engines", "drivers", "ranks", "meetings", "http", "turns")
@@ -128,20 +128,27 @@ class Load:
 
 
 class CountingRank(Distributed):
-    """A rank that counts its meetings, and the bytes of records and rows that leave or reach it."""
+    """A rank that counts the bytes of rows that reach it."""
 
-    num_meetings = record_bytes = row_bytes = 0
-
-    def gather_to_main(self, payload: bytes) -> list[bytes]:
-        payloads = super().gather_to_main(payload)
-        self.num_meetings += 1
-        self.record_bytes += sum(map(len, payloads[1:])) if self.is_main else len(payload)
-        return payloads
+    row_bytes = 0
 
     def broadcast_bytes(self, payload: bytes) -> bytes:
         received = super().broadcast_bytes(payload)
         self.row_bytes += len(received)
         return received
+
+
+class CountingDrivers(SeveralRanks):
+    """Drivers that list the bytes of records that reach rank 0, in each meeting."""
+
+    def __init__(self, loop: BackgroundLoop, ranks: Distributed, arrived: list[int]) -> None:
+        super().__init__(loop, ranks, range(ranks.world_size))
+        self._arrived = arrived
+
+    def meet(self, *arguments: Any) -> Meeting[Any]:
+        meeting = super().meet(*arguments)
+        self._arrived.append(sum(map(len, meeting.payloads)))
+        return meeting
 
 
 class Stopwatch:
@@ -177,8 +184,7 @@ def meet(rank: int, ranks: int, port: int) -> dict[str, float]:
             me.barrier()
             start = time.process_time(), time.perf_counter()
             for _ in range(count):
-                drivers.gather(list)
-                me.sum(torch.ones(1))
+                drivers.meet(list)
             costs = time.process_time() - start[0], time.perf_counter() - start[1]
     return {"cpu_s": costs[0] / MEETINGS, "elapsed_s": costs[1] / MEETINGS}
 
@@ -216,7 +222,8 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             max_turns=load.turns.longest,
             seed=0,
         )
-        drivers = SeveralRanks(loop, ranks, range(load.ranks)) if load.ranks > 1 else Drivers(loop)
+        record_bytes: list[int] = []
+        drivers = CountingDrivers(loop, ranks, record_bytes) if load.ranks > 1 else Drivers(loop)
         episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
         sampling = Sampling(max_tokens=load.tokens.longest, stop_token_ids=chat.stop_token_ids)
 
@@ -254,11 +261,11 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             loop.run_real(lose_some())
             begun_at = loop.clock.now
             requests_before = sum(engine.num_requests for engine in engines)
-            ranks.num_meetings = ranks.record_bytes = ranks.row_bytes = 0
+            record_bytes.clear()
             watch, thread_before_s = Stopwatch(meter), loop.run_real(thread_s())
             delivered = rollouts(load.num_groups, step=1)
             thread_after_s, driving_s = loop.run_real(thread_s()), watch.lap()
-            virtual_s, num_meetings, record_bytes = loop.clock.now - begun_at, ranks.num_meetings, ranks.record_bytes
+            virtual_s, arrived = loop.clock.now - begun_at, list(record_bytes)
             ranks.row_bytes = 0  # decisions
             watch.lap()
             batch = share(delivered)
@@ -282,12 +289,12 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
         "packed_bytes": len(payload),
         "pool_us": pool_us,
         "virtual_s": virtual_s,
-        "meetings": num_meetings,
+        "meetings": len(arrived),
         "requests": sum(engine.num_requests for engine in engines) - requests_before,
         "trained": trained,
         "resent": pool.num_resent,
         "lost": len(lost),
-        "record_bytes": record_bytes,
+        "record_bytes": sum(arrived),
         "row_bytes": ranks.row_bytes,
     }
 
@@ -407,16 +414,17 @@ def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[s
     driver_us = measured["http"][-1]["µs/token"]
     row_bytes = 1e6 * widest["rows, MB"] / widest["tokens"]
     row_us, other_row_us = (1e6 * widest[name] / widest["tokens"] for name in ("rows, CPU s", "rows, median"))
+    # With any number of ranks: it has three neighbors at most.
+    meeting_s = 1e-3 * max(row["busiest rank"] for row in measured["meetings"])
     rows = []
     for gpus in GPUS:
         tokens = gpus * GPU_TOKENS
         payload = tokens * row_bytes
-        meeting_s = 1e-3 * unit["ms_per_meeting_of_2"] * (gpus / 2) ** unit["meeting_by_ranks"]
         rows.append(
             {
                 "GPUs": gpus,
                 "driving, CPU s per rank": 1e-6 * driver_us * GPU_TOKENS,
-                "meetings, CPU s per rank": meeting_s * GPU_STEP_S / POLL_S,
+                "meetings, CPU s of the busiest rank": meeting_s * GPU_STEP_S / POLL_S,
                 "records to rank 0, GB": 1e-9 * tokens * unit["record_bytes_per_token"],
                 "records, CPU s of rank 0": 1e-6 * tokens * unit["unpacking_us_per_token"],
                 "rows to each rank, GB": 1e-9 * payload,
@@ -428,12 +436,14 @@ def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[s
     return rows
 
 
-def meetings(ranks: int) -> dict[str, Any]:
-    """Return the row of the meetings of a number of ranks."""
-    costs = on_ranks(ranks, lambda rank, port: meet(rank, ranks, port))
+def meetings(ranks: int, repeats: int) -> dict[str, Any]:
+    """Return the row of the meetings of a number of ranks, of the cheapest run."""
+    runs = [on_ranks(ranks, lambda rank, port: meet(rank, ranks, port)) for _ in range(repeats)]
+    costs = min(runs, key=lambda costs: statistics.median(cost["cpu_s"] for cost in costs))
     return {
         "ranks": ranks,
         "ms/meeting": 1e3 * statistics.median(cost["cpu_s"] for cost in costs),
+        "busiest rank": 1e3 * max(cost["cpu_s"] for cost in costs),
         "elapsed, ms": 1e3 * max(cost["elapsed_s"] for cost in costs),
     }
 
@@ -494,8 +504,13 @@ def exponents(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
                 "row_cpu_median_by_ranks": exponent("rows, median"),
             }
         case "meetings":
-            sizes, cpu_ms = [row["ranks"] for row in rows], [row["ms/meeting"] for row in rows]
-            return {"ms_per_meeting_of_2": cpu_ms[0], "meeting_by_ranks": fitted_exponent(sizes, cpu_ms)}
+            sizes, cpu_ms, busiest_ms = (
+                [row[name] for row in rows] for name in ("ranks", "ms/meeting", "busiest rank")
+            )
+            return {
+                "meeting_by_ranks": fitted_exponent(sizes, cpu_ms),
+                "meeting_of_busiest_rank_by_ranks": fitted_exponent(sizes, busiest_ms),
+            }
         case "http":
             local, remote = (row["ms/request"] for row in rows)
             return {"http_ms_per_request": remote - local}
@@ -553,7 +568,7 @@ def main() -> None:
     with Field() as field:
         for name in args.only:
             if name == "meetings":
-                sweeps[name] = [meetings(ranks) for ranks in ((2, 4) if args.quick else (2, 4, 8, 16))]
+                sweeps[name] = [meetings(ranks, args.repeats) for ranks in ((2, 4) if args.quick else (2, 4, 8, 16))]
             else:
                 loads = points(name, common, is_quick=args.quick)
                 measured |= {load: field.best(load, args.repeats) for load in loads if load not in measured}

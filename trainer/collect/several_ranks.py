@@ -1,7 +1,8 @@
 """Drivers of a run on several ranks: who they are, and how they meet.
 
-All ranks meet at least every `POLL_S` seconds while episodes run. There records travel to rank 0; and if one rank has
-failed, all raise its error and cancel their episodes.
+All ranks meet at least every `POLL_S` seconds while episodes run. There they agree through a tree of ranks
+(`trainer/distributed/rank_tree.py`), ranks with records send them to rank 0, and if one rank has failed, all raise its
+error and cancel their episodes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import pickle
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.distributed.rank_tree import RankTree
 
 T = TypeVar("T")
 
@@ -70,6 +72,7 @@ class SeveralRanks(Drivers):
         """ranks: of the drivers, in the order of their numbers."""
         super().__init__(loop, is_main=distributed.is_main)
         self._distributed, self._ranks = distributed, list(ranks)
+        self._tree = RankTree(distributed)
         self._share_among(self._ranks)
 
     def _share_among(self, ranks: Sequence[int]) -> None:
@@ -82,23 +85,14 @@ class SeveralRanks(Drivers):
             self._share_among([rank for rank in self._ranks if flags[rank]] or self._ranks)
 
     def together(self, work: Callable[[], T]) -> T:
-        return self._distributed.together(work)
+        return self._together(work, torch.zeros(1, dtype=torch.int64))
 
     def decide(self, work: Callable[[], T]) -> T:
         return self._distributed.broadcast(self.together(lambda: work() if self.is_main else None))
 
     def gather(self, take: Callable[[], Iterable[T]]) -> list[T]:
-        def take_packed() -> tuple[list[T], bytes]:
-            records = list(take())
-            return ([], pack(records)) if records and not self.is_main else (records, b"")
-
-        own, payload = self.together(take_packed)
-        payloads = self._distributed.gather_to_main(payload)
-
-        def unpack() -> list[T]:  # empty on ranks other than 0
-            return [record for one in filter(None, payloads) for record in pickle.loads(one)]  # noqa: S301  # of this run
-
-        return own + self.together(unpack)
+        meeting = self.meet(take)
+        return self.together(meeting.records) if meeting.has_sent else meeting.own
 
     def run(
         self,
@@ -107,26 +101,76 @@ class SeveralRanks(Drivers):
         receive: Callable[[Any], None] = lambda record: None,
     ) -> T:
         task = self.loop.run(_started(coroutine))
-        arrived: list[Any] = []
+        meeting = Meeting([], is_running=True)
         is_running = True
+
+        def receive_all() -> None:
+            for record in meeting.records():
+                receive(record)
 
         def advance() -> Iterable[Any]:
             nonlocal is_running
-            for record in arrived:
-                receive(record)
+            receive_all()
             is_running = not self.loop.run(_has_ended(task))
             return take()
 
         try:
-            while True:
-                arrived = self.gather(advance)
-                if not self._distributed.sum(torch.tensor([float(is_running)])).item():
-                    break
-            self.together(lambda: list(map(receive, arrived)))
+            while meeting.is_running:
+                meeting = self.meet(advance, lambda: is_running)
+            self.together(receive_all)
             return task.result()
         except BaseException as error:
             self.end([task], after=error)
             raise
+
+    def meet(self, take: Callable[[], Iterable[Any]], is_running: Callable[[], bool] = lambda: False) -> Meeting:
+        """As `gather`, but unpack nothing yet. is_running: called after `take`; True if this rank has more to do."""
+        told = torch.zeros(2 + self._distributed.world_size, dtype=torch.int64)  # has failed, is running, bytes by rank
+
+        def take_packed() -> tuple[list[Any], bytes]:
+            records = list(take())
+            payload = pack(records) if records and not self.is_main else b""
+            told[1], told[2 + self._distributed.rank] = is_running(), len(payload)
+            return (records if self.is_main else []), payload
+
+        own, payload = self._together(take_packed, told)
+        sizes = told[2:].tolist()
+        senders = [rank for rank, size in enumerate(sizes) if size and self.is_main]
+        received = [self._tree.receive(torch.zeros(sizes[rank], dtype=torch.uint8), rank) for rank in senders]
+        if payload:
+            self._tree.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0)
+        payloads = [wait().numpy().tobytes() for wait in received]
+        return Meeting(own, payloads, has_sent=any(sizes), is_running=bool(told[1]))
+
+    def _together(self, work: Callable[[], T], told: torch.Tensor) -> T:
+        """As `together`. told: numbers of this rank, the first one free; becomes the highest of all ranks."""
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = work()
+        except (Exception, SystemExit) as error:  # of any kind: raised again below, after the others are told
+            failure = error
+        told[0] = failure is not None
+        told.copy_(self._tree.highest(told))
+        if told[0]:  # only now do the ranks exchange texts
+            self._distributed.together(lambda: _raise(failure))
+        return result  # type: ignore[return-value]
+
+
+class Meeting(NamedTuple):
+    """Result of a meeting on one rank; records are on rank 0 only."""
+
+    own: list[Any]
+    """Records of rank 0 itself."""
+    payloads: Sequence[bytes] = ()
+    """Packed records of other ranks, in the order of the ranks."""
+    has_sent: bool = False
+    """True if any rank has sent records."""
+    is_running: bool = False
+    """True if any rank has more to do."""
+
+    def records(self) -> list[Any]:
+        return [*self.own, *(record for one in self.payloads for record in pickle.loads(one))]  # noqa: S301  # of this run
 
 
 def pack(records: Sequence[Any]) -> bytes:
@@ -157,6 +201,11 @@ def _rebuild(kind: Callable[..., Any], values: dict[str, Any]) -> Any:
 
 async def _started(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return asyncio.get_running_loop().create_task(coroutine)
+
+
+def _raise(failure: BaseException | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 async def _has_ended(task: asyncio.Task[Any]) -> bool:

@@ -63,6 +63,11 @@ COMMUNICATION = {"float32": "fp32", "bfloat16": "bf16"}
 """DeepSpeed's names of the dtypes in which ranks sum gradients."""
 LOST = re.compile(r"gloo/transport/tcp\S+ (.*?\[(\S+)\]:\d+.*?)\. This is")
 """gloo's words on a connection that ended, with the address at its other end."""
+ENDED = (
+    "its process or its machine has ended. Its log says why; without a word there it was killed (out of memory, "
+    "preempted)"
+)
+"""The end of a sentence about a lost rank."""
 CLAIM_BYTES = 8
 """Length of the digest by which ranks compare claims."""
 
@@ -352,21 +357,13 @@ class Distributed:
         torch_dist.all_gather(buffers, mine, group=group)
         return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
 
-    def gather_to_main(self, payload: bytes) -> list[bytes]:
-        """Send a payload of each rank to rank 0, and return them there, in rank order; nothing on other ranks."""
-        if self._control is None:
-            return [payload]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        torch_dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._control)
-        if not self.is_main:
-            if payload:
-                torch_dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=0, group=self._control)
-            return []
-        buffers = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes]
-        for rank, buffer in enumerate(buffers[1:], start=1):
-            if len(buffer):
-                torch_dist.recv(buffer, src=rank, group=self._control)
-        return [payload, *(buffer.numpy().tobytes() for buffer in buffers[1:])]
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a CPU tensor to another rank, which receives it; not a collective."""
+        torch_dist.send(tensor, dst=rank, group=self._control)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], object]:
+        """Begin to fill a CPU tensor with the one that another rank sends; return a function that waits for it."""
+        return torch_dist.irecv(tensor, src=rank, group=self._control).wait  # type: ignore[union-attr]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the concatenated flat tensors of all ranks, in rank order, on the tensor's device."""
@@ -502,11 +499,8 @@ class Distributed:
         wait for them. The end of the process closes them. Raises `ConnectionLostError` for one that gloo lost."""
         if error is None or self.world_size == 1:
             self.close()
-        elif type(error) is RuntimeError and (match := LOST.search(str(error))):
-            lost = ConnectionLostError(
-                f"rank {self.rank}: the connection to a rank at {match[2]} is lost ({match[1]}): its process or its "
-                "machine has ended. Its log says why; without a word there it was killed (out of memory, preempted)"
-            )
+        elif type(error) is RuntimeError and (sentence := lost_connection(self.rank, error)):
+            lost = ConnectionLostError(sentence)
             lost.__dict__.update(vars(error))  # notes
             raise lost from error
 
@@ -541,6 +535,12 @@ def _same_error(report: str, rank: int) -> LockstepError:
     """Rebuild another rank's error; errors that are not Lockstep's keep their name and rank in the message."""
     name, _, text = report.partition(": ")
     return error_named(name, text) or LockstepError(f"rank {rank} failed: {report}")
+
+
+def lost_connection(rank: int, error: RuntimeError) -> str | None:
+    """Return a sentence about a connection that gloo has lost; None for other errors. rank: number of this rank."""
+    match = LOST.search(str(error))
+    return match and f"rank {rank}: the connection to a rank at {match[2]} is lost ({match[1]}): {ENDED}"
 
 
 def skip_deepspeed_builds() -> None:

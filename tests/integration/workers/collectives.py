@@ -33,8 +33,6 @@ def main(directory: str) -> None:
     found: dict[str, Any] = {
         "sum": distributed.sum(torch.tensor([rank + 1, 10])).tolist(),
         "bytes": [len(part) for part in distributed.gather_bytes(b"x" * (5 * rank))],
-        "to rank 0": [len(part) for part in distributed.gather_to_main(b"x" * (3 + rank) * 100_000)],
-        "nothing to rank 0": [len(part) for part in distributed.gather_to_main(b"")],
         "gathered": distributed.gather(torch.full((2 * rank,), 0.5 + rank, dtype=torch.float64)).tolist(),
         "none gathered": distributed.gather(torch.zeros(0)).tolist(),
         "broadcast": distributed.broadcast({"rank": rank}),

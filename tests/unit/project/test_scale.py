@@ -193,16 +193,14 @@ def test_a_step_of_one_driver_has_its_costs():
 
 def test_the_outlook_takes_the_tokens_of_all_gpus_to_every_rank():
     ranks = {"tokens": 1000, "rows, MB": 0.02, "rows, CPU s": 0.003, "rows, median": 0.001}
-    unit = {
-        "ms_per_meeting_of_2": 1.0,
-        "meeting_by_ranks": 1.0,
-        "record_bytes_per_token": 10.0,
-        "unpacking_us_per_token": 0.5,
-    }
-    small, *_, large = scale.outlook({"ranks": [ranks], "http": [{"µs/token": 20.0}]}, unit)
+    meetings = [{"busiest rank": 2.0}, {"busiest rank": 1.0}]
+    unit = {"record_bytes_per_token": 10.0, "unpacking_us_per_token": 0.5}
+    measured = {"ranks": [ranks], "http": [{"µs/token": 20.0}], "meetings": meetings}
+    small, *_, large = scale.outlook(measured, unit)
     assert (small["GPUs"], large["GPUs"]) == (8, 1024)
     assert small["rows to each rank, GB"] == pytest.approx(8 * scale.GPU_TOKENS * 20 / 1e9)
     assert large["rows to each rank, GB"] == pytest.approx(128 * small["rows to each rank, GB"])
     assert large["driving, CPU s per rank"] == small["driving, CPU s per rank"]
-    assert small["meetings, CPU s per rank"] == pytest.approx(4e-3 * scale.GPU_STEP_S / scale.POLL_S)
+    for row in (small, large):
+        assert row["meetings, CPU s of the busiest rank"] == pytest.approx(2e-3 * scale.GPU_STEP_S / scale.POLL_S)
     assert large["broadcast at 25 Gb/s, s"] == pytest.approx(large["rows to each rank, GB"] * 10 / 3.125)

@@ -1,6 +1,8 @@
-"""The choice of the ranks that drive, and records that cannot travel; `test_driving.py` tests the rest."""
+"""The choice of the ranks that drive, and their meetings; `test_driving.py` tests what drivers do in them."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from lockstep.trainer.collect.several_ranks import SeveralRanks, drivers_of
 from lockstep.trainer.config.groups.rollout_settings import RolloutConfig
 from lockstep.trainer.config.schema import Config
 from tests.fixtures.distributed import FakeRank, on_ranks
+from tests.fixtures.ranks import reports_alone
 
 
 def served(drivers: int | None, *, servers: int = 8, address: str | None = None) -> Config:
@@ -72,3 +75,48 @@ def test_a_record_that_rank_0_cannot_unpack_is_an_error_on_all_ranks() -> None:
         return str(raised.value)
 
     assert len(on_ranks(2, gather)) == 2
+
+
+# Real ranks over gloo: tests/integration/workers/meetings.py
+
+WORKER = "tests.integration.workers.meetings"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_meet(ranks: int, tmp_path: Path) -> None:
+    reports = reports_alone(WORKER, tmp_path, ranks=ranks)
+    main, *others = reports
+    senders = [rank for rank in range(ranks) if rank != 2]
+    everything = [f"{rank}, {letter}" for rank in senders for letter in "ab"]
+    for name in ("records", "records after it"):
+        assert [found[name] for found in reports] == [everything] + [[]] * len(others), name
+    for found in reports:
+        assert found["quiet"] == [[], True]
+        messages = found["messages of two quiet meetings"]
+        assert messages == sorted(2 * ["sending", "receiving"] * (len(messages) // 4))
+        assert len(messages) <= 2 * 2 * 3, "two meetings, both directions, three neighbors"
+        assert found["failure of rank 1"] == "EngineError: the engine of rank 1 is dead"
+        assert found["failure in `receive`"].endswith("ValueError: refused a record")
+        assert found["failure in the last `receive`"] == found["failure in `receive`"]
+        assert found["coroutine"] == ["canceled"]
+    assert len({found["failure in `receive`"] for found in others}) == 1
+    assert [found["result"] for found in reports] == [f"result {rank}" for rank in range(ranks)]
+    assert main["received"] == [f"of {rank}" for rank in range(ranks)]
+    assert all(found["received"] == [] for found in others)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "dead", "moment"),
+    [
+        (2, 1, "asked"), (3, 0, "asked"), (5, 1, "asked"), (5, 4, "asked"), (5, 4, "sending"), (5, 0, "receiving"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_dies_in_a_meeting_is_an_error_on_all_others(
+    ranks: int, dead: int, moment: str, tmp_path: Path
+) -> None:
+    """The others stay until all have reported, so none hears of it from the end of another one."""
+    for found in reports_alone(WORKER, tmp_path, dead, moment, ranks=ranks, dead=dead):
+        assert f"rank {dead} is lost" in found or "the connection to a rank at 127.0.0.1 is lost" in found, found
+        assert "its process or its machine has ended" in found
