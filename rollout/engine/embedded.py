@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from lockstep.rollout.engine.image_prompts import ImagePrompts
     from lockstep.rollout.engine.token_scores import TokenScores
+    from lockstep.rollout.media.image_prompts import ImagePrompts
     from lockstep.rollout.media.processing import ImageProcessing
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class EmbeddedEngine:
         self.vocab_size = self.llm.model_config.get_vocab_size()
         self.dtype = self.llm.model_config.dtype
         if settings.max_images and images is not None:
-            from lockstep.rollout.engine.image_prompts import ImagePrompts  # engines of text do not load it
+            from lockstep.rollout.media.image_prompts import ImagePrompts  # engines of text do not load it
 
             self._images = images
             processor = self.llm.renderer.get_mm_processor()

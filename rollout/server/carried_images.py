@@ -23,7 +23,7 @@ from lockstep.rollout.media.prepared_image import PreparedImage
 from lockstep.rollout.records import IMAGE_DIGEST, ImageSpan
 
 if TYPE_CHECKING:
-    from lockstep.rollout.engine.image_prompts import ImagePrompts
+    from lockstep.rollout.media.image_prompts import ImagePrompts
     from lockstep.rollout.media.processing import ImageProcessing
 
 MISSING = "missing"
@@ -85,7 +85,7 @@ class CarriedImages:
 
     @cached_property
     def _prompts(self) -> ImagePrompts:
-        from lockstep.rollout.engine.image_prompts import ImagePrompts
+        from lockstep.rollout.media.image_prompts import ImagePrompts
 
         model, renderer = self._engine.model_config, self._engine.renderer
         limit = model.multimodal_config.get_limit_per_prompt("image")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.rollout.engine.image_prompts import ImagePrompts
 from lockstep.rollout.errors import EngineError, EvidenceError
+from lockstep.rollout.media.image_prompts import ImagePrompts
 from lockstep.rollout.records import ImageSpan
 from lockstep.rollout.server.client import ATTEMPTS
 from lockstep.rollout.vllm_names import WINDOW, check_vllm
