@@ -191,10 +191,15 @@ class Producer(RolloutSource):
         self._begins = self._begins or "engine"
         self._num_again = None if self._num_again is None else -1
         self._drivers.loop.run(self._cancel())
+        self._lose_groups()
+        self._take_metrics()  # of rollouts that are sampled again
+
+    def _lose_groups(self) -> None:
+        """Let all groups in flight begin again, without the calls that they had."""
+        self._works.clear()
+        self._prompts.restore(self._prompts.position)
         if self._store is not None and self._drivers.is_main:
             self._store.forget_calls()
-        self._prompts.restore(self._prompts.position)
-        self._take_metrics()  # of rollouts that are sampled again
 
     # Batches of a killed run, and its groups in flight
 
@@ -266,8 +271,7 @@ class Producer(RolloutSource):
         """Go on with the groups that were in flight when the run was killed. places: all of them. state: None if they
         were not kept."""
         if state is None or not places:
-            self._works.clear()
-            self._prompts.restore(self._prompts.position)
+            self._lose_groups()
             return
         self._begins = None
         for work in self._works:
@@ -429,14 +433,15 @@ def _places(works: Sequence[_Work]) -> list[int]:
 
 
 def made_ahead(
-    pool: EnginePool | None, directory: RunDirectory, say: Callable[[str], None]
+    pool: EnginePool | None, directory: RunDirectory, say: Callable[[str], None], *, saves_rollouts: bool
 ) -> tuple[Any, Callable[..., Producer]]:
-    """Return the engine for the sampler of this rank, and a function that makes the source of a run which resumes.
+    """Return the engine for the sampler of this rank, and a function that makes the source of rollouts.
 
-    pool: None on ranks that do not drive. say: told what is repeated.
+    pool: None on ranks that do not drive. say: told what a resumed run repeats. saves_rollouts: False: rollouts are in
+    no file, so a kill loses those in flight.
     """
     journal = None if pool is None else CallJournal(pool)
-    log, store = CollectLog(directory.asynchrony), KeptBatches(directory, say)
+    log, store = CollectLog(directory.asynchrony), KeptBatches(directory, say) if saves_rollouts else None
     return journal, partial(Producer, log=log, store=store, journal=journal)
 
 

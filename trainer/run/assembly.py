@@ -321,7 +321,8 @@ class Assembly:
         if config.rollout.max_staleness:
             from lockstep.trainer.collect.async_source import made_ahead
 
-            engine, make_source = made_ahead(engines.pool, self._directory, self._console.say)
+            saves_rollouts, say = config.logger.save_rollouts, self._console.say
+            engine, make_source = made_ahead(engines.pool, self._directory, say, saves_rollouts=saves_rollouts)
         if engine:
             gateway = config.gateway
             if gateway.port:  # drivers on one machine have a gateway each
