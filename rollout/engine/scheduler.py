@@ -82,8 +82,8 @@ class BufferedOutputs(Base):
         if _count_drawn(request.sampling_params):
             advance_generators()
         super().add_request(request)
-        sampling, queue = request.sampling_params, cast("RequestQueue", self.waiting)
-        if sampling is not None and sampling.prompt_logprobs is not None and request in queue:
+        queue = cast("RequestQueue", self.waiting)
+        if _scores(request) and request in queue and not all(map(_scores, queue)):
             queue.remove_request(request)
             queue.prepend_request(request)
 
@@ -152,6 +152,10 @@ def advance_generators() -> None:
         return result
 
     GPUModelRunner._update_states = _update_states
+
+
+def _scores(request: Request) -> bool:
+    return request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None
 
 
 def _count_drawn(sampling: SamplingParams | None) -> int:
