@@ -77,6 +77,7 @@ FIRST_PAUSE_S = 0.1
 LOG_TAIL_LINES = 15
 
 SCORE = Sampling(max_tokens=1)
+"""Sampling of requests that score a prompt; their parameters are `score_params`."""
 PAUSE_MODES = ("wait", "keep", "abort")
 """Treatments of requests in flight that vLLM knows."""
 
@@ -356,16 +357,16 @@ class EmbeddedEngine:
             gc_collect_all()  # vLLM's engine is in a reference cycle and complains if collected at interpreter exit
 
     async def _request(
-        self, ids: Sequence[int], params: dict[str, Any], of: Sampling = SCORE, images: Sequence[ImageSpan] = ()
+        self, ids: Sequence[int], params: dict[str, Any], sampling: Sampling = SCORE, images: Sequence[ImageSpan] = ()
     ) -> RequestOutput:
         for attempt in range(REQUEST_ATTEMPTS - 1):
             with suppress(RequestError):
-                return await self._attempt(ids, params, of, images)
+                return await self._attempt(ids, params, sampling, images)
             await asyncio.sleep(FIRST_PAUSE_S * (2**attempt + random.random()))
-        return await self._attempt(ids, params, of, images)
+        return await self._attempt(ids, params, sampling, images)
 
     async def _attempt(
-        self, ids: Sequence[int], params: dict[str, Any], of: Sampling, images: Sequence[ImageSpan]
+        self, ids: Sequence[int], params: dict[str, Any], sampling: Sampling, images: Sequence[ImageSpan]
     ) -> RequestOutput:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -377,17 +378,17 @@ class EmbeddedEngine:
             prompt = tokens_input(list(ids))  # vLLM would render raw ids in a thread
         else:
             prompt = self._image_prompts.input(ids, images)
-        answer = self._final_output(prompt, settings, of)
+        answer = self._final_output(prompt, settings, sampling)
         return await self._call(answer, "sample", timeout_s=self._request_timeout_s)
 
-    async def _final_output(self, prompt: Any, settings: SamplingParams, of: Sampling) -> RequestOutput:
+    async def _final_output(self, prompt: Any, settings: SamplingParams, sampling: Sampling) -> RequestOutput:
         await self._admits.wait()
         adapter: dict[str, Any] = {}
         if self._adapters is None:
-            refuse_adapter(of.model, source=self.name)
+            refuse_adapter(sampling.model, source=self.name)
         else:
-            adapter["lora_request"] = self._adapters.request(of.model)
-        name = of.name or f"lockstep-{next(self._request_ids)}"
+            adapter["lora_request"] = self._adapters.request(sampling.model)
+        name = sampling.name or f"lockstep-{next(self._request_ids)}"
         stream = self.llm.generate(prompt, settings, name, **adapter)
         outputs = [output async for output in stream]
         if len(outputs) != 1:

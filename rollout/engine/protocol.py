@@ -68,7 +68,7 @@ class Sampling:
     drawn: int = 0
     """Sampled tokens at the end of the prompt, after which an embedded engine goes on as if it had just drawn them."""
     name: str | None = None
-    """Name of the request in an embedded engine, for `partial_answers.py`; None: of no interest."""
+    """Name of the request in an embedded engine, by which `partial_answers.py` finds it; None: the engine gives one."""
     is_trained: bool = True
     """False in evaluation, which needs no support of truncated sampling."""
     with_routes: bool = False

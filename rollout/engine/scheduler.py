@@ -155,7 +155,9 @@ def advance_generators() -> None:
 
 
 def _scores(request: Request) -> bool:
-    return request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None
+    """Return True if a request scores its prompt, and samples only the token that vLLM demands."""
+    sampling = request.sampling_params
+    return sampling is not None and sampling.prompt_logprobs is not None and sampling.max_tokens == 1
 
 
 def _count_drawn(sampling: SamplingParams | None) -> int:

@@ -89,9 +89,19 @@ def test_requests_that_score_go_before_those_that_sample() -> None:
         SimpleNamespace(name=name, sampling_params=one)
         for name, one in zip("abc", [sampling, sampling, scoring], strict=True)
     ]
-    for request in [*requests, SimpleNamespace(name="d", sampling_params=None)]:
+    both = SamplingParams(max_tokens=9, prompt_logprobs=0)
+    others = [SimpleNamespace(name=name, sampling_params=one) for name, one in (("d", None), ("e", both))]
+    for request in [*requests, *others]:
         scheduler.add_request(request)  # type: ignore[arg-type]
-    assert [request.name for request in scheduler.waiting] == ["c", "a", "b", "d"]  # type: ignore[attr-defined]
+    assert [request.name for request in scheduler.waiting] == ["c", "a", "b", "d", "e"]  # type: ignore[attr-defined]
+
+
+def test_requests_that_score_keep_their_order_where_nothing_else_waits() -> None:
+    scheduler = BufferedQueue()
+    for name in "ab":
+        scoring = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        scheduler.add_request(SimpleNamespace(name=name, sampling_params=scoring))  # type: ignore[arg-type]
+    assert [request.name for request in scheduler.waiting] == ["a", "b"]  # type: ignore[attr-defined]
 
 
 def test_a_request_is_sent_when_it_ends() -> None:
