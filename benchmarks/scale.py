@@ -145,7 +145,7 @@ class CountingDrivers(SeveralRanks):
         super().__init__(loop, ranks, range(ranks.world_size))
         self._arrived = arrived
 
-    def meet(self, *arguments: Any) -> Meeting[Any]:
+    def meet(self, *arguments: Any) -> Meeting:
         meeting = super().meet(*arguments)
         self._arrived.append(sum(map(len, meeting.payloads)))
         return meeting

@@ -233,7 +233,7 @@ class Producer(RolloutSource):
         places = self._prompts.begin(len(groups))
         if places != [place for place, _ in groups] or self._prompts.position.unfinished != tuple(places):
             self._prompts.restore(self._prompts.position)
-            store.say("the log of rollouts does not fit the checkpoint: rollouts in flight are sampled again")
+            store.say("this run has no log that leads to the checkpoint: rollouts in flight there are sampled again")
             return 0
         self._works = [_Work(place=place, begun=version) for place, version in groups]
         return store.count_from(step)
@@ -271,6 +271,8 @@ class Producer(RolloutSource):
         """Go on with the groups that were in flight when the run was killed. places: all of them. state: None if they
         were not kept."""
         if state is None or not places:
+            if places and self._store is not None and self._drivers.is_main:
+                self._store.say(f"groups in flight that were not kept, and are sampled again: {len(places)}")
             self._lose_groups()
             return
         self._begins = None

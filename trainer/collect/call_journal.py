@@ -114,6 +114,10 @@ class CallJournal:
         group.running[key] = _Running(request, prompt_ids, images, before)
         try:
             answer = await self._pool.generate(prompt_ids, request, images)
+        except BaseException:
+            if before is not None:  # for the episode that is started again after a failed request
+                group.earlier[key] = before
+            raise
         finally:
             del group.running[key]
         return answer if before is None else joined(before, answer)

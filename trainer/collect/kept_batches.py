@@ -12,6 +12,7 @@ has brought the tokens of calls that it interrupted.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -122,15 +123,17 @@ class KeptBatches:
         return list(begun.items())
 
     def count_from(self, step: int) -> int:
-        """Return the number of batches from this one on that can be repeated."""
+        """Return the number of batches from this one on that can be repeated, and say if the log has more."""
         count = 0
         while self._header(step + count) is not None:
             count += 1
+        if others := sum(line.step >= step + count for line in self._log()):
+            self.say(f"batches after the checkpoint that were not kept, and are collected again: {others}")
         return count
 
     def read(self, step: int) -> tuple[Collection, Collected]:
         """Return a batch that `count_from` counts. Raises `DataError` for a damaged file."""
-        lines = self._values(self._path(step))
+        lines = _values(self._path(step))
         with _readable(str(self._path(step))):
             header = next(lines, {})
             line = line_of(header["line"])
@@ -154,25 +157,21 @@ class KeptBatches:
             return None
         calls: list[Any] = []
         with _readable("the groups in flight"):
-            complete = {str(one["complete"]): one for one in self._values(self._path(step)) if "complete" in one}
+            complete = {str(one["complete"]): one for one in _values(self._path(step)) if "complete" in one}
             if self._calls.exists():
-                calls += self._values(self._calls)
+                calls += _values(self._calls)
             return InFlight(complete, {str(one["place"]): one for one in calls})
 
     def _header(self, step: int) -> Mapping[str, Any] | None:
         """Return the first object of a file; None without a file of the batch in the log."""
         logged = next((line for line in self._log() if line.step == step), None)
         with suppress(*UNREADABLE, DataError):
-            header = next(self._values(self._path(step)), {})
+            header = next(_values(self._path(step)), {})
             return header if line_of(header["line"]) == logged else None
         return None
 
     def _log(self) -> Iterator[Collection]:
         return read_log(self._directory.asynchrony)
-
-    def _values(self, path: Path) -> Iterator[Any]:
-        for text in plain_lines(path):
-            yield json.loads(text)
 
     def _path(self, step: int) -> Path:
         return self._directory.batches / f"{step:06d}.jsonl"
@@ -208,7 +207,21 @@ def calls_of(values: Any) -> Calls:
 
 
 def _write(path: Path, lines: Iterable[Any]) -> None:
-    write_whole(path, "".join(json.dumps(line, default=as_text) + "\n" for line in lines).encode())
+    content = "".join(json.dumps(line, default=as_text) + "\n" for line in lines).encode()
+    write_whole(path, content + json.dumps({"sha256": hashlib.sha256(content).hexdigest()}).encode() + b"\n")
+
+
+def _values(path: Path) -> Iterator[Any]:
+    """Yield the objects of a file. Raises ValueError after the last one if the file is not what was written."""
+    digest, last = hashlib.sha256(), None
+    for text in plain_lines(path):
+        last = json.loads(text)
+        if "sha256" in last:
+            break
+        digest.update(text.encode())
+        yield last
+    if last is None or last.get("sha256") != digest.hexdigest():
+        raise ValueError("it is not what was written")
 
 
 def _lines(

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.rollout.engine.partial_answers import joined, partial_call
 from lockstep.rollout.engine.protocol import Sampling
+from lockstep.rollout.errors import RequestError
 from lockstep.rollout.records import EngineCall, FinishReason, ImageSpan, SamplingSupport, VersionSpan
 from lockstep.trainer.collect.call_journal import CallJournal, Key
 
@@ -158,16 +159,21 @@ def test_what_an_interrupted_call_had_stays_while_its_rest_is_sampled() -> None:
     assert [(key, one.sampled_ids, one.finish_reason) for key, one in afterwards[7]] == [(KEY, (5, 6, 7, 8, 9), "stop")]
 
 
-def test_a_request_that_fails_leaves_what_it_had() -> None:
+def test_after_a_failed_request_an_interrupted_call_still_has_its_beginning() -> None:
     class Failing(Pool):
         async def generate(self, prompt_ids: Any, sampling: Sampling, images: Any = ()) -> EngineCall:
-            raise ValueError("no")
+            if not self.asked:
+                self.asked.append((tuple(prompt_ids), sampling))
+                raise RequestError("once")
+            return await super().generate(prompt_ids, sampling, images)
 
-    journal = CallJournal(Failing())  # type: ignore[arg-type]
-    journal.begin(7)
-    with pytest.raises(ValueError, match="no"):
+    pool = Failing()
+    journal = CallJournal(pool)  # type: ignore[arg-type]
+    journal.begin(7, [(KEY, call((1, 2), (5, 6, 7), finish="abort"))])
+    with pytest.raises(RequestError):
         ask(journal)
-    assert calls_of(journal) == {}
+    assert calls_of(journal) == {7: [(KEY, (5, 6, 7), "abort")]}
+    assert ask(journal).sampled_ids == (5, 6, 7, 8, 9)
 
 
 def test_an_engine_elsewhere_has_no_partial_calls() -> None:

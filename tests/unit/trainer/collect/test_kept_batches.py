@@ -158,6 +158,18 @@ def test_a_damaged_batch_says_what_to_remove(text: str, run: Run) -> None:
         run.kept.read(0)
 
 
+def test_a_changed_digit_is_found(run: Run) -> None:
+    run.collect(line(0, [0]))
+    run.kept.write_calls({1: [(Key(3, 1.0), group(1)[0].calls[0])]})
+    for name, read in (("000000", lambda: run.kept.read(0)), ("calls", lambda: run.kept.in_flight_after(0))):
+        path = run.directory.batches / f"{name}.jsonl"
+        text = path.read_text()
+        path.write_text(text.replace("-3.14159", "-3.14158"))
+        with pytest.raises(DataError, match=r"not what was written.*remove the folder"):
+            read()
+        path.write_text(text)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"line": 1}', '{"line": {"rounds": [[1]]}}', "\x00"])
 def test_a_batch_without_its_line_is_not_repeated(text: str, run: Run) -> None:
     run.collect(line(0, [0]))
