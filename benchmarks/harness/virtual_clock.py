@@ -29,6 +29,8 @@ class VirtualClock:
     def __init__(self) -> None:
         self.now = 0.0
         """Virtual time [s]."""
+        self._strangers = set(threading.enumerate())
+        """Threads older than the clock; a reward that never answered may leave one behind."""
         self._waiters = 0
         self._holds = 0
 
@@ -54,7 +56,8 @@ class VirtualClock:
         """Return the longest real sleep before the clock is asked again [s]; 0: it may jump."""
         if self._holds or not self._waiters:
             return POLL_S
-        calls = any(thread.name.startswith(REWARD_THREADS) for thread in threading.enumerate())
+        threads = set(threading.enumerate()) - self._strangers
+        calls = any(thread.name.startswith(REWARD_THREADS) for thread in threads)
         return THREAD_POLL_S if calls else 0.0
 
 

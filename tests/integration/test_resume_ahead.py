@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from tests.fixtures.composed import DEMO
 from tests.fixtures.kills import MEASURED, Recipe
 from tests.fixtures.processes import descendants, wait_until_gone
-from tests.integration.test_replay_ahead import RECORDED, SLOW, followed
+from tests.integration.test_replay_ahead import RECORDED, SLOW, VARIANTS, followed
 from tests.integration.test_run import demo  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1500)]
@@ -42,7 +43,8 @@ def numbers_of(run: Path) -> list[dict[str, float]]:
 
 def kept_calls(run: Path) -> list[dict[str, Any]]:
     """Return the calls of the groups in flight, as they are kept."""
-    return [call for group in json_lines(run / "batches/calls.jsonl") for call in group["calls"]["calls"]]
+    groups = json_lines(run / "batches/calls.jsonl")
+    return [call for group in groups if "calls" in group for call in group["calls"]["calls"]]
 
 
 def has_partial_call(run: Path) -> bool:
@@ -73,8 +75,12 @@ class Killed:
         self._compare()
         self._before = log_of(self.run), numbers_of(self.run)
 
-    def finish(self) -> None:
-        self._recipe.finish("one")
+    def finish(self, *, updates: int | None = None) -> None:
+        """Run to the end. updates: in place of those before, of which only the kill needed more."""
+        recipe = self._recipe
+        if updates is not None:
+            recipe = replace(recipe, overrides=(*recipe.overrides, f"updates={updates}"))
+        recipe.finish("one")
         self._compare()
 
     def _compare(self) -> None:
@@ -92,51 +98,46 @@ class Killed:
 
 
 def test_a_killed_run_goes_on_with_its_rollouts_in_flight(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    own = (DEMO, *demo[:2], *RECORDED, *LONG, "checkpoint.every=2", "logger.print_rollouts=0", "updates=6")
-    killed = Killed(tmp_path, *own)
+    own = (DEMO, *demo[:2], *RECORDED, *LONG, "checkpoint.every=2", "logger.print_rollouts=0")
+    # Another number of updates would change a schedule, and with it what is trained.
+    killed = Killed(tmp_path, *own, "optimizer.schedule=constant", "updates=60")
     killed.kill(lambda run: (run / "checkpoints/step-2").exists() and has_partial_call(run))
     num_tokens = sum(len(call["sampled_ids"]) for call in kept_calls(killed.run))
     assert num_tokens
-    killed.finish()
+    num_batches = len(log_of(killed.run)) + 3
+    killed.finish(updates=num_batches)
     said = killed.said()
-    assert re.search(r"6 groups were in flight: \d are complete, \d go on, with \d+ tokens", said), said
-    again = re.findall(r"batch (\d) is trained again from its 12 rollouts", said)
+    assert re.search(r"\d groups were in flight: \d are complete, \d go on, with \d+ tokens", said), said
+    again = re.findall(r"batch (\d+) is trained again from its 12 rollouts", said)
     print("trained again:", again, "tokens kept:", num_tokens)
-    assert [line["begins"] for line in log_of(killed.run)] == ["start", *[None] * 5]
+    assert [line["begins"] for line in log_of(killed.run)] == ["start", *[None] * (num_batches - 1)]
     found = followed(killed.run)
     assert found["left out"] == 0, "no group was lost"
     assert found["interrupted"] > 0
 
 
 def test_ranks_of_a_killed_run_go_on_with_their_groups(demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    own = (DEMO, *demo[:2], *RECORDED[1:], *SLOW, "checkpoint.every=3", "logger.print_rollouts=0", "updates=7")
+    own = (DEMO, *demo[:2], *RECORDED[1:], *SLOW, "checkpoint.every=6", "logger.print_rollouts=0", "updates=12")
     killed = Killed(tmp_path, *own, "rollout=colocated", "rollout.sleep_level=0", ranks=2)
-    killed.kill(lambda run: (run / "checkpoints/step-3").exists() and len(log_of(run)) >= 5)
+    killed.kill(lambda run: (run / "checkpoints/step-6").exists() and len(log_of(run)) >= 8)
     killed.finish()
     said = killed.said()
-    assert "batch 4 is trained again from its 12 rollouts" in said
+    assert "batch 7 is trained again from its 12 rollouts" in said
+    assert "batch 8 is trained again from its 12 rollouts" in said
     assert re.search(r"\d groups were in flight: \d are complete, \d go on, with \d+ tokens of \d+ calls", said), said
-    assert [line["begins"] for line in log_of(killed.run)] == ["start", *[None] * 6]
+    assert [line["begins"] for line in log_of(killed.run)] == ["start", *[None] * 11]
 
 
-VARIANTS = {
-    "drop": (
-        *("environment=slow_calculator", "environment.settings.max_delay_s=2.0", "rollout.max_staleness=1"),
-        *("rollout.stragglers=drop", "rollout.samples_per_prompt=2"),
-    ),
-    "two updates": (*SLOW, "algorithm.minibatches=2", "rollout.max_staleness=4"),
-    "dynamic sampling": (*SLOW, "algorithm.dynamic_sampling=true", "algorithm.max_refills=3"),
-    "curriculum": (*SLOW, "data.curriculum.weighting=learnability", "data.curriculum.window=4"),
+KILLED = {name: VARIANTS[name] for name in ("drop", "two updates", "dynamic sampling", "curriculum", "critic")} | {
     "truncated": (*LONG, "rollout.top_k=20", "rollout.replay_support=true"),
-    "critic": (*SLOW, "algorithm=ppo"),
     "greedy answers": (*SLOW, "algorithm.advantage=remax"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", KILLED)
 def test_other_killed_runs_go_on(variant: str, demo: tuple[str, ...], tmp_path: Path) -> None:  # noqa: F811
-    own = (DEMO, *demo[:2], *RECORDED, *VARIANTS[variant], "checkpoint.every=4", "logger.print_rollouts=0")
+    own = (DEMO, *demo[:2], *RECORDED, *KILLED[variant], "checkpoint.every=4", "logger.print_rollouts=0")
     killed = Killed(tmp_path, *own, "updates=16" if variant == "two updates" else "updates=10")
     killed.kill(lambda run: (run / "checkpoints/step-4").exists() and bool(kept_calls(run)))
     killed.kill(lambda run: True, after_s=0.3)

@@ -76,6 +76,26 @@ def test_the_clock_runs_only_while_a_thread_waits_and_nothing_real_is_awaited():
     assert clock.stands_s() > 0
 
 
+def test_the_clock_waits_for_its_own_rewards_alone():
+    end, threads = threading.Event(), []
+
+    def begin_reward() -> None:
+        threads.append(threading.Thread(target=end.wait, name="deadline:reward", daemon=True))
+        threads[-1].start()
+
+    try:
+        begin_reward()
+        clock = VirtualClock()
+        with clock.runs():
+            assert clock.stands_s() == 0
+            begin_reward()
+            assert clock.stands_s() > 0
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_a_limit_on_a_wait_passes_in_virtual_time():
     async def begin() -> asyncio.Task:
         return asyncio.create_task(asyncio.sleep(5.0))

@@ -55,6 +55,11 @@ def policy_of(name: str, *, dtype: torch.dtype = torch.float32, **settings) -> P
     return Policy(vision_model(name, dtype=dtype), sees_images=True, **settings)
 
 
+def assert_scores_are(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare the logprobs of models in float64, whose norms and softmax transformers computes in float32: 3e-6."""
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
 def score(policy: Policy, packed: PackedBatch) -> torch.Tensor:
     with torch.no_grad():
         return policy(packed, temperature=TEMPERATURE)[0]
@@ -75,7 +80,7 @@ def arguments_alone(name: str, row: TrainingRow, images: Sequence[PreparedImage]
 @torch.no_grad()
 def alone(name: str, rows: Sequence[TrainingRow], images: Sequence[PreparedImage]) -> torch.Tensor:
     """Score rows one by one with transformers' own forward: eager attention, full logits, log-softmax."""
-    model = vision_model(name)
+    model = vision_model(name, dtype=torch.float64)
     model.set_attn_implementation("eager")
     found = []
     for row in rows:
@@ -91,29 +96,29 @@ def alone(name: str, rows: Sequence[TrainingRow], images: Sequence[PreparedImage
 def test_packed_rows_with_images_score_as_each_row_alone(name: str, attention: str) -> None:
     if name == "gemma3" and attention != "packed_rows":
         with pytest.raises(ConfigError, match=f"attn_implementation={attention}.*attend to all of it"):
-            policy_of(name, attn_implementation=attention)
+            policy_of(name, dtype=torch.float64, attn_implementation=attention)
         return
-    images = images_of(name)
+    images = images_of(name, dtype=torch.float64)
     rows = rows_of(images)
-    policy = policy_of(name, attn_implementation=attention)
+    policy = policy_of(name, dtype=torch.float64, attn_implementation=attention)
     found = score(policy, pack(policy, rows, images))
-    torch.testing.assert_close(found, alone(name, rows, images), rtol=0, atol=1e-5)
+    assert_scores_are(found, alone(name, rows, images))
 
 
 @each_model
 def test_a_changed_image_changes_its_rows_alone(name: str) -> None:
-    images = images_of(name)
+    images = images_of(name, dtype=torch.float64)
     rows = rows_of(images)
-    changed = image(name, seed=50, height=4, width=2)
+    changed = image(name, seed=50, height=4, width=2, dtype=torch.float64)
     (other,) = (replace(rows[2].images[1], digest=changed.digest),)
     changed_rows = [*rows[:2], replace(rows[2], images=(rows[2].images[0], other)), *rows[3:]]
-    policy = policy_of(name)
+    policy = policy_of(name, dtype=torch.float64)
     packed = pack(policy, rows, images)
     before, after = score(policy, packed), score(policy, pack(policy, changed_rows, [*images, changed]))
     others = packed.rollout_T != 2
     assert torch.equal(before[others], after[others])
     assert (before[~others] - after[~others]).abs().max() > 0.01
-    torch.testing.assert_close(after, alone(name, changed_rows, [*images, changed]), rtol=0, atol=1e-5)
+    assert_scores_are(after, alone(name, changed_rows, [*images, changed]))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gemma3"])
@@ -146,11 +151,11 @@ def test_packs_without_images_score_as_those_of_the_text_path(name: str) -> None
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_rows_of_text_are_apart_in_packs_without_images(attention: str) -> None:
-    images = images_of("qwen2_5_vl")
+    images = images_of("qwen2_5_vl", dtype=torch.float64)
     rows = [rows_of(images)[i] for i in (0, 3)]
-    policy = policy_of("qwen2_5_vl", attn_implementation=attention)
+    policy = policy_of("qwen2_5_vl", dtype=torch.float64, attn_implementation=attention)
     found = score(policy, pack(policy, rows, images))
-    torch.testing.assert_close(found, alone("qwen2_5_vl", rows, images), rtol=0, atol=1e-5)
+    assert_scores_are(found, alone("qwen2_5_vl", rows, images))
 
 
 PARTITIONS = [[[0, 1, 2, 3, 4, 5]], [[4, 2], [3, 0], [1, 5]], [[0], [1], [2], [3], [4], [5], []]]
@@ -255,7 +260,7 @@ def with_prefixes(name: str, images: Sequence[PreparedImage]) -> tuple[list[Trai
     """Return three rows of a prompt with two images, one whose second image is another, one whose first is; and all
     images."""
     first, second, _, tall = images
-    other = image(name, seed=60, height=4, width=2)
+    other = image(name, seed=60, height=4, width=2, dtype=torch.float64)
     prompts = [(first, tall)] * 3 + [(first, other), (second, tall)]
     rows = [image_row([MIN_SHARED, one, 3, two, 8], index=index, seed=7) for index, (one, two) in enumerate(prompts)]
     for index, row in enumerate(rows):
@@ -265,8 +270,8 @@ def with_prefixes(name: str, images: Sequence[PreparedImage]) -> tuple[list[Trai
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("qwen3_5")])
 def test_shared_prefixes_change_no_score_and_encode_an_image_once(name: str) -> None:
-    rows, images = with_prefixes(name, images_of(name))
-    policy = policy_of(name)
+    rows, images = with_prefixes(name, images_of(name, dtype=torch.float64))
+    policy = policy_of(name, dtype=torch.float64)
     shared, whole = (pack(policy, rows, images, share_prefixes=flag) for flag in (True, False))
     assert shared.images is not None
     assert whole.images is not None
@@ -275,34 +280,34 @@ def test_shared_prefixes_change_no_score_and_encode_an_image_once(name: str) -> 
     counts = [len(packed_images.tensors[key]) for packed_images in (shared.images, whole.images)]
     assert counts == [5, 10], "the first, two behind it, the second, and one behind that"
     expected = alone(name, rows, images)
-    torch.testing.assert_close(score(policy, whole), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(score(policy, shared), expected, rtol=0, atol=1e-5)
+    assert_scores_are(score(policy, whole), expected)
+    assert_scores_are(score(policy, shared), expected)
 
 
 def test_a_scorer_packs_the_images_of_its_rows() -> None:
-    rows, images = with_prefixes("qwen2_5_vl", images_of("qwen2_5_vl"))
+    rows, images = with_prefixes("qwen2_5_vl", images_of("qwen2_5_vl", dtype=torch.float64))
     call = EngineCall(prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), finish_reason=FinishReason.STOP)
     rollouts = [Rollout(rollout_id=row.rollout_id, group_id=0, calls=(call,)) for row in rows]
     batch = replace(StepBatch.of(rollouts, mask_truncated=False), rows=tuple(rows))
-    policy = policy_of("qwen2_5_vl")
+    policy = policy_of("qwen2_5_vl", dtype=torch.float64)
     source = source_of(policy, images)
     expected = alone("qwen2_5_vl", rows, images)
     for share in ("auto", "never"):
         scorer = Scorer(
             policy, FakeRank(policy), temperature=TEMPERATURE, token_budget=100, share_prefixes=share, images=source
         )
-        torch.testing.assert_close(scorer.score(batch), expected, rtol=0, atol=1e-5)
+        assert_scores_are(scorer.score(batch), expected)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("targets", [None, ["q_proj"]])
 def test_adapters_are_on_the_decoder_alone(name: str, targets: list[str] | None) -> None:
-    images = images_of(name)
+    images = images_of(name, dtype=torch.float64)
     rows = rows_of(images)
-    adapted = add_adapters(vision_model(name), LoraConfig(rank=2, target_modules=targets))
+    adapted = add_adapters(vision_model(name, dtype=torch.float64), LoraConfig(rank=2, target_modules=targets))
     policy = Policy(adapted, sees_images=True)
     found = policy(pack(policy, rows, images), temperature=TEMPERATURE)[0]
-    torch.testing.assert_close(found.detach(), alone(name, rows, images), rtol=0, atol=1e-5)
+    assert_scores_are(found.detach(), alone(name, rows, images))
     found.sum().backward()
     trained = [parameter for parameter, value in policy.named_parameters() if value.grad is not None]
     assert trained == [parameter for parameter, _ in policy.named_parameters() if "lora_" in parameter]
