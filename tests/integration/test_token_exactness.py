@@ -98,7 +98,9 @@ class Adversary:
         happens = self._random.choice(
             (self._tool_errors, self._user_turn, self._edited_history, self._sub_agents, self._long_result)
         )
-        messages = tuple(result.message for result in results) or await happens()
+        # Beside some results too, or a model that calls a tool in each turn would meet no fault.
+        happened = await happens() if not results or self._random.random() < 0.3 else ()
+        messages = tuple(result.message for result in results) or happened
         self._said += messages
         errors = sum(result.fault is not None for result in results)
         parallel = int(len(message.get("tool_calls", ())) > 1)
