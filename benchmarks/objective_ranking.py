@@ -1,16 +1,21 @@
-"""Rollout corrections ranked by `lockstep compare-objectives` and by training with each, on stale rollouts.
+"""Rollout corrections ranked by `lockstep compare-objectives` and by what they do, on stale rollouts.
 
     python benchmarks/objective_ranking.py [--seeds 0,1,2] [--staleness 6] [--at 7] [--updates 8] [--json]
 
 For each seed a run of the demo samples its rollouts up to `--staleness` updates ahead, at a high learning rate, and
 evaluates held-out prompts at temperature 1 before the step `--at`. The comparison predicts from that step's rollouts
-how an update under each correction changes the reward on them. Then the run continues from the checkpoint before the
-step with each correction for `--updates` updates, with the same staleness, and is evaluated on the same prompts after
-every second one. Reported: predictions, the mean of these rewards, and the rank correlation (Spearman) of both.
+how an update under each correction changes the reward on them. Two things are then done with each correction:
+
+* one update: the model after exactly the update that was predicted answers the same prompts with `--samples` other
+  samples each; reported is the change of the reward against the run's own correction, with its error by prompt.
+* training: the run continues from the checkpoint before the step for `--updates` updates, with the same staleness, and
+  is evaluated after every second one; reported is the mean of these rewards. `--updates 0` leaves it out.
+
+Reported are also the rank correlations (Spearman) with the predictions.
 
 No correction is trained as token_truncate with bounds that are 1 to nine digits, because stale rollouts need weights.
 A prediction is about one step and a first-order change; training is many steps. Engines restart at the checkpoint, so
-staleness grows from 0 to its bound in the first updates.
+in training staleness grows from 0 to its bound in the first updates.
 """
 
 from __future__ import annotations
@@ -42,30 +47,29 @@ def main() -> None:
     parser.add_argument("--at", type=int, default=7, help="step that is compared")
     parser.add_argument("--updates", type=int, default=8, help="updates of training with each correction")
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--momentum", type=float, default=0.9, help="β₁ of the optimizer")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts, with 8 samples each")
+    parser.add_argument("--samples", type=int, default=128, help="samples per held-out prompt after one update")
     args = parser.parse_args()
     if args.quick:
-        args.seeds, args.updates, args.prompts = "0", 2, 8
+        args.seeds, args.updates, args.prompts, args.samples = "0", 2, 8, 2
     rows: list[Row] = []
-    correlations: list[float] = []
+    correlations: dict[str, list[float]] = {}
     for seed in map(int, args.seeds.split(",")):
         with tempfile.TemporaryDirectory(prefix="lockstep-ranking-") as root:
             results = of_seed(Path(root), seed, args)
         names = list(CORRECTIONS)
-        predicted = [results[name]["predicted"] for name in names]
-        trained = [results[name]["trained"] for name in names]
-        correlations.append(spearman(predicted, trained))
+        predicted = [results[name]["against_run"] for name in names]
+        for kind in ("one_update", "trained"):
+            if kind in results[names[0]]:
+                found = spearman(predicted, [results[name][kind] for name in names])
+                correlations.setdefault(kind, []).append(round(found, 2))
         rows += [{"seed": seed, "correction": name, **results[name]} for name in names]
-        print(
-            f"seed {seed}: rank correlation {correlations[-1]:+.2f}, {json.dumps(results)}", file=sys.stderr, flush=True
-        )
+        print(f"seed {seed}: rank correlations {correlations}, {json.dumps(results)}", file=sys.stderr, flush=True)
     report(
         "objective_ranking",
         rows,
-        {
-            "rank_correlation_mean": float(np.mean(correlations)),
-            "rank_correlations": [round(one, 2) for one in correlations],
-        },
+        {f"rank_correlations_{kind}": found for kind, found in correlations.items()},
         as_json=args.json,
     )
 
@@ -74,6 +78,7 @@ def of_seed(root: Path, seed: int, args) -> dict[str, dict[str, float]]:
     """Return prediction and trained reward of each correction."""
     common = [
         "experiment=demo", f"seed={seed}", f"run_root={root}", f"optimizer.lr={args.lr}",
+        f"optimizer.betas=[{args.momentum},0.95]",
         f"rollout.max_staleness={args.staleness}", "rollout.prompts_per_step=16", "rollout.samples_per_prompt=8",
         "eval.temperature=1", "eval.samples_per_prompt=8", f"eval.prompts={args.prompts}", "logger.print_rollouts=0",
         "correction.on_disagreement=warn",
@@ -81,13 +86,11 @@ def of_seed(root: Path, seed: int, args) -> dict[str, dict[str, float]]:
     before = args.at - 1
     train(*common, "run_name=base", f"updates={args.at}", f"eval.every={before}", "checkpoint.every=1",
           "checkpoint.keep=99", *CORRECTIONS["token_truncate"])  # fmt: skip
-    compared = json.loads(
-        command(
-            "compare-objectives", root / "base", "--step", args.at, "--corrections", ",".join(CORRECTIONS), "--json"
-        )
-    )
+    words = ["--step", args.at, "--corrections", ",".join(CORRECTIONS), "--models", root / "models", "--json"]
+    compared = json.loads(command("compare-objectives", root / "base", *words))
     results = {}
-    for row in compared["rows"][1:]:
+    answers = {path.name.partition("-")[0]: answered(path, seed, args) for path in sorted((root / "models").iterdir())}
+    for number, row in enumerate(compared["rows"][1:], start=1):
         name = row["name"].partition(" ")[2]
         estimate, paired = row["predicted"], row["against_run"]
         results[name] = {
@@ -95,7 +98,9 @@ def of_seed(root: Path, seed: int, args) -> dict[str, dict[str, float]]:
             "paired_error": paired["error"], "norm": row["norm"], "signal_to_noise": row["signal_to_noise"],
             "untrained": row["untrained"],
         }  # fmt: skip
-    for number, name in enumerate(CORRECTIONS):
+        gains = answers[str(number)] - answers["0"]
+        results[name] |= {"one_update": gains.mean(), "one_update_error": gains.std(ddof=1) / len(gains) ** 0.5}
+    for number, name in enumerate(CORRECTIONS if args.updates else ()):
         run = root / f"c{number}"
         shutil.copytree(root / "base", run)
         for path in (run / "checkpoints").glob("step-*"):
@@ -110,6 +115,17 @@ def of_seed(root: Path, seed: int, args) -> dict[str, dict[str, float]]:
         results[name] |= {"before": rewards[before], "trained": float(np.mean(after)), "last": rewards[end]}
         shutil.rmtree(run)
     return results
+
+
+def answered(model: Path, seed: int, args) -> np.ndarray:
+    """Return the mean reward of each held-out prompt under a model, at temperature 1."""
+    output = model.with_suffix(".json")
+    command(
+        "evaluate", "experiment=demo", f"model.path={model}", f"eval.output={output}", f"eval.prompts={args.prompts}",
+        f"eval.samples_per_prompt={args.samples}", "eval.temperature=1", f"seed={1000 + seed}",
+    )  # fmt: skip
+    (found,) = json.loads(output.read_text())["sets"]
+    return np.array([np.mean(prompt["rewards"]) for prompt in found["prompts"]])
 
 
 def train(*words: object) -> None:

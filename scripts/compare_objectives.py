@@ -4,12 +4,14 @@
     lockstep compare-objectives runs/latest --step 5 --with my_loss.py:fn        a loss or an advantage of yours
     lockstep compare-objectives runs/latest --step 5 --corrections off,token_truncate,sequence_mask
     lockstep compare-objectives runs/latest --step 5 --with gspo --html objectives.html
+    lockstep compare-objectives runs/latest --step 5 --with gspo --models stepped
     lockstep compare-objectives runs/latest --step 5 --with gspo --after 2 algorithm.minibatches=4
 
 Computes, with the weights before the step and its saved rollouts: norm, pairwise cosines and signal to noise of the
 gradients, the weight of every token in them, clipped tokens, and the change of the reward on held-out rollouts that an
-update promises to first order. docs/objectives.md defines every number. Writes nothing but the page. Needs the
-checkpoint before the step: train with checkpoint.every=1 and a large checkpoint.keep to compare at any step.
+update promises to first order. docs/objectives.md defines every number. Writes nothing but the page and, with --models,
+the model after each update, for `lockstep evaluate`. Needs the checkpoint before the step: train with
+checkpoint.every=1 and a large checkpoint.keep to compare at any step.
 Experimental: it has not run on GPUs yet.
 Exit status 0: success; 2: wrong arguments, damaged files, or an objective that this run cannot show.
 """
@@ -31,6 +33,7 @@ def main() -> int:
     parser.add_argument("--corrections", default="", metavar="MODES", help="modes of the rollout correction, or bypass")
     parser.add_argument("--after", type=int, default=0, metavar="N", help="optimizer steps of this batch made before")
     parser.add_argument("--heldout", type=Path, metavar="JSONL", help="saved rollouts whose mean reward is predicted")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="write the model after the update of each objective")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON and nothing else")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page")
     parser.add_argument("--trust-run", action="store_true", help="run the loss or advantage that its config.yaml names")
@@ -51,6 +54,7 @@ def main() -> int:
             corrections=[mode for mode in arguments.corrections.split(",") if mode],
             after=arguments.after,
             heldout=arguments.heldout,
+            models=arguments.models,
             overrides=arguments.overrides,
             trusts_run=arguments.trust_run,
         )

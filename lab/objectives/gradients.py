@@ -10,7 +10,7 @@ Dimensions: _O objectives, _G groups, _P trained parameters (flat), _N trained t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -46,10 +46,10 @@ class SharedForward(nn.Module):
 class TrialSteps(Distributed):
     """`Distributed` that can take an optimizer step back."""
 
-    def trial(self, gradient_P: Tensor, *, lr: float) -> Tensor:
+    def trial(self, gradient_P: Tensor, *, lr: float, after: Callable[[], None] | None = None) -> Tensor:
         """Return the (P,) change of the parameters by a step of the optimizer, with its moments and clipping.
 
-        Parameters and moments are afterwards those before.
+        Parameters and moments are afterwards those before. after: called with the step made.
         """
         parameters, before_P = trained(self.module), flat([p.detach() for p in trained(self.module)])
         state = copy.deepcopy(self._optimizer.state_dict())
@@ -57,6 +57,8 @@ class TrialSteps(Distributed):
             parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)  # clipping is in place
         self.step(lr, float(gradient_P.double().norm()))
         change_P = flat([p.detach() for p in parameters]) - before_P
+        if after is not None:
+            after()
         with torch.no_grad():
             for parameter, part in zip(parameters, parts_of(before_P, parameters), strict=True):
                 parameter.copy_(part)

@@ -10,6 +10,7 @@ denominators are computed by the code of training under each configuration (`cho
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -26,6 +27,7 @@ from lockstep.lab.objectives.choice import Objective, objectives_of, refuse_unsa
 from lockstep.lab.objectives.gradients import Measured, SharedForward, TrialSteps, backward, dot, measure, norm, trained
 from lockstep.lab.objectives.objective_numbers import Comparison, compared
 from lockstep.lab.replay import Replay, SavedStep, SavedTeacher, checkpoints_up_to, saved_step, settings_of
+from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.saved_rollouts import check_ids, read_rollouts
 from lockstep.rollout.system.plain_files import behind_link
@@ -38,11 +40,13 @@ from lockstep.trainer.collect.groups import Collected, is_kept
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.groups.task_settings import RewardConfig
+from lockstep.trainer.config.redaction import redact_text
 from lockstep.trainer.config.saved_config import read_saved
 from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.targets import Targets
 from lockstep.trainer.observe.token_texts import TokenTexts
 from lockstep.trainer.run.library_logs import quiet_third_parties
+from lockstep.trainer.run.state import save_policy
 from lockstep.trainer.score.reference import Reference, make_reference
 from lockstep.trainer.step import Trainer
 from lockstep.trainer.stopwatch import Stopwatch
@@ -64,6 +68,8 @@ class Request(NamedTuple):
     """Optimizer steps of the batch that the run's own objective makes before the comparison."""
     heldout: Path | None
     """Saved rollouts whose mean reward is predicted."""
+    models: Path | None
+    """Directory for the model after the update of each objective, new or empty."""
     overrides: Sequence[str]
     trusts_run: bool
 
@@ -91,6 +97,8 @@ def compare_objectives(request: Request) -> Comparison:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
 
+    if request.models is not None and request.models.exists() and any(request.models.iterdir()):
+        raise ConfigError(f"--models {request.models} is not empty; name a new directory")
     objectives = objectives_of(
         config.algorithm, config.correction, names=request.names, corrections=request.corrections, check=check
     )
@@ -196,9 +204,14 @@ class _Laboratory(Replay):
             return by[1], by[0]
 
         updates = [changes(one) for one in measured]
+        chat = make_chat(config.model, history=config.environment.history)
+        if request.models is not None:
+            for number, (objective, one) in enumerate(zip(objectives, measured, strict=True)):
+                directory = request.models / f"{number}-{re.sub(r'[^A-Za-z0-9_]+', '-', objective.name)}"
+                distributed.trial(one.gradient_P, lr=lr, after=lambda path=directory: self._save(path, chat))
         reward = self._recorded(heldout.collection, step, shared, **self._reward_sections(heldout))
         moments = "fresh moments" if self._state is None else "the moments of the checkpoint"
-        texts = TokenTexts(make_chat(config.model, history=config.environment.history).tokenizer)
+        texts = TokenTexts(chat.tokenizer)
         return compared(
             objectives,
             measured,
@@ -217,6 +230,12 @@ class _Laboratory(Replay):
             effective=_effective(reward),
             notes=self._notes(objectives, measured[0].norm, step, request),
         )
+
+    def _save(self, directory: Path, chat: Chat) -> None:
+        """Write the model of the weights now, as a run does at its end."""
+        save_policy(self._distributed, directory, has_critic=self._config.plan.has_critic)
+        chat.save_pretrained(directory)
+        self.say(f"model          {redact_text(str(directory))}")
 
     def _recorded(self, collection: Collected, step: SavedStep, shared: SharedForward, **sections: Any) -> _Recorded:
         """Run the stages before the update. sections: of the settings, in place of those of the run."""

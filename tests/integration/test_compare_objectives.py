@@ -8,6 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from lockstep.trainer.observe.metrics_log import read_metrics
 from tests.fixtures.forked_python import forked_python
@@ -20,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 def run(demo: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     root = tmp_path_factory.mktemp("runs")
     train(
-        *demo, "updates=4", f"run_root={root}", "run_name=whole", "rollout.prompts_per_step=4",
+        *demo, "updates=3", f"run_root={root}", "run_name=whole", "rollout.prompts_per_step=4",
         "rollout.samples_per_prompt=4", "checkpoint.every=2", "checkpoint.keep=99", "logger.print_rollouts=0",
     )  # fmt: skip
     return root / "whole"
@@ -33,10 +36,16 @@ def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return sum(float((a[name] - b[name]).double().square().sum()) for name in a) ** 0.5
+
+
 def test_the_gradient_of_the_run_and_its_moments_are_found_again(run: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
+    page, models = tmp_path / "page.html", tmp_path / "models"
     done = compare(
-        run, "--step", 3, "--with", "grpo,gspo", "--corrections", "off,sequence_mask", "--json", "--html", page
+        *(run, "--step", 3, "--with", "grpo,gspo", "--corrections", "off,sequence_mask", "--json"),
+        *("--html", page, "--models", models),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -47,11 +56,25 @@ def test_the_gradient_of_the_run_and_its_moments_are_found_again(run: Path, tmp_
     assert rows["run"]["step"] > 0
     assert "moments of the checkpoint" in found["about"]["optimizer"]
     assert "gspo sequence_mask" in page.read_text()
+    assert sorted(path.name for path in models.iterdir()) == [
+        "0-run", "1-grpo-off", "2-grpo-sequence_mask", "3-gspo-off", "4-gspo-sequence_mask",
+    ]  # fmt: skip
+    before = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(run / "checkpoints/step-2/parameters.safetensors").items()
+    }
+    after = load_file(run / "model/model.safetensors")
+    share = {
+        name: distance(after, load_file(models / name / "model.safetensors")) / distance(after, before)
+        for name in ("0-run", "4-gspo-sequence_mask")
+    }
+    assert share["0-run"] < 1e-3 < share["4-gspo-sequence_mask"], share
+    AutoTokenizer.from_pretrained(models / "0-run")
 
 
 def test_what_cannot_be_compared_is_said(run: Path) -> None:
     for arguments, expected in (
-        ((run, "--step", 4, "--with", "gspo"), "no whole checkpoint; name --step 1 or 3, or train with"),
+        ((run, "--step", 2, "--with", "gspo"), "no whole checkpoint; name --step 1 or 3, or train with"),
         ((run, "--step", 3, "--with", "ppo"), "ppo needs a critic"),
         ((run / "nothing", "--step", 1), "config.yaml"),
     ):  # fmt: skip

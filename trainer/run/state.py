@@ -137,6 +137,20 @@ def save_state(parts: Parts, directory: RunDirectory, state: TrainerState, files
     )
 
 
+def save_policy(distributed: Distributed, directory: Path, *, has_critic: bool) -> None:
+    """Write the trained model, with its adapter merged unless the base is quantized; a collective."""
+    policy = policy_of(distributed.unwrapped)
+    if not is_adapted(policy.model):
+        distributed.save_pretrained(directory, prefix="policy.model." if has_critic else "model.")
+        return
+    from lockstep.trainer.model.lora import save_adapter, save_merged
+
+    if policy.is_quantized:
+        save_adapter(policy.model, directory / ADAPTER, distributed)
+    else:
+        save_merged(policy.model, directory, distributed)
+
+
 def save_model(
     parts: Parts, directory: RunDirectory, console: RunConsole, *, trackers: Mapping[str, str], outcome: str
 ) -> None:
@@ -146,17 +160,7 @@ def save_model(
     "": unknown.
     """
     config, distributed = parts.config, parts.distributed
-    policy = policy_of(distributed.unwrapped)
-    if is_adapted(policy.model):
-        from lockstep.trainer.model.lora import save_adapter, save_merged
-
-        if policy.is_quantized:
-            save_adapter(policy.model, directory.model / ADAPTER, distributed)
-        else:
-            save_merged(policy.model, directory.model, distributed)
-    else:
-        prefix = "policy.model." if config.plan.has_critic else "model."
-        distributed.save_pretrained(directory.model, prefix=prefix)
+    save_policy(distributed, directory.model, has_critic=config.plan.has_critic)
     has_saved_critic = False
     if config.plan.has_critic:
         from lockstep.trainer.model.critic import ActorCritic, save_critic
@@ -169,7 +173,7 @@ def save_model(
     update = parts.trainer.version
     if update < config.updates:
         console.say(f"stopped after update {update}; everything is saved")
-    adapter = directory.model / ADAPTER if policy.is_quantized else None
+    adapter = directory.model / ADAPTER if policy_of(distributed.unwrapped).is_quantized else None
     if outcome:
         console.say(
             f"{outcome}; the {'adapter' if adapter else 'model'} is in {short_path(adapter or directory.model)}"
