@@ -17,20 +17,24 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[2] / "requirements"
-LOCKS = ("cuda.txt", "cpu.txt", "audit.txt")
-"""All packages. torch-cpu.txt and build.txt are left out: databases have no builds, and cuda.txt has their versions."""
+LOCKS = (("cuda.txt", "cpu.txt", "audit.txt"), ("cuda-0.33.txt",))
+"""All packages, by call: one takes a single version of each. torch-cpu.txt and build.txt are left out: databases have
+no builds, and cuda.txt has their versions."""
 
 
 def report(program: str, options: Sequence[str]) -> list[dict[str, Any]] | None:
     """Return the result of pip-audit by package; None if it failed, after it printed why."""
-    command = [program, "--format", "json", "--progress-spinner", "off", "--require-hashes", "--disable-pip", *options]
-    for name in LOCKS:
-        command += ["--requirement", str(FOLDER / name)]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    try:
-        return json.loads(result.stdout)["dependencies"]
-    except ValueError:
-        return None
+    packages: dict[tuple[str, str], dict[str, Any]] = {}
+    for locks in LOCKS:
+        command = [program, "--format", "json", "--progress-spinner", "off", "--require-hashes", "--disable-pip"]
+        files = [word for name in locks for word in ("--requirement", str(FOLDER / name))]
+        result = subprocess.run([*command, *options, *files], stdout=subprocess.PIPE, text=True, check=False)
+        try:
+            found = json.loads(result.stdout)["dependencies"]
+        except ValueError:
+            return None
+        packages |= {(package["name"], package.get("version", "")): package for package in found}
+    return list(packages.values())
 
 
 def main(program: str, options: Sequence[str]) -> int:

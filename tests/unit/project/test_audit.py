@@ -29,10 +29,17 @@ def test_the_exit_status_says_what_is_known(
 ) -> None:
     output = "" if answer is None else json.dumps({"dependencies": answer, "fixes": []})
     program = tmp_path / "pip-audit"
-    program.write_text(f"#!/bin/sh\necho \"$*\" > {tmp_path}/call\ncat <<'E'\n{output}\nE\n")
+    program.write_text(f"#!/bin/sh\necho \"$*\" >> {tmp_path}/call\ncat <<'E'\n{output}\nE\n")
     program.chmod(0o755)
     assert main(str(program), ["--vulnerability-service", "osv"]) == status
     assert said in capsys.readouterr().out
-    call = (tmp_path / "call").read_text()
-    assert "--vulnerability-service osv" in call
-    assert all(f"--requirement {FOLDER / name}" in call and (FOLDER / name).is_file() for name in LOCKS)
+    calls = (tmp_path / "call").read_text().splitlines()
+    for call, names in zip(calls, LOCKS, strict=False):  # none after one that failed
+        assert "--vulnerability-service osv" in call
+        assert all(f"--requirement {FOLDER / name}" in call and (FOLDER / name).is_file() for name in names)
+    assert len(calls) == (1 if answer is None else len(LOCKS))
+
+
+def test_every_lock_of_packages_is_looked_up() -> None:
+    locks = {path.name for path in FOLDER.glob("*.txt")} - {"torch-cpu.txt", "build.txt"}
+    assert {name for names in LOCKS for name in names} == locks
