@@ -109,7 +109,9 @@ class Producer(RolloutSource):
         super().__init__(config, **parts)
         self._log, self._store, self._journal = log, store, journal
         self._num_again: int | None = None
-        """Number of batches of a killed run that are left to repeat; None before the first."""
+        """Number of batches of a killed run that are left to repeat; None: not asked yet."""
+        self._has_gone_on = False
+        """True if nothing of a killed run is left to repeat or to go on with."""
         self._begins: str | None = "start"
         """See `Collection.begins`."""
         self._batch = config.rollout.prompts_per_step
@@ -189,7 +191,7 @@ class Producer(RolloutSource):
 
     def forget(self) -> None:
         self._begins = self._begins or "engine"
-        self._num_again = None if self._num_again is None else -1
+        self._has_gone_on = self._has_gone_on or self._num_again is not None
         self._drivers.loop.run(self._cancel())
         self._lose_groups()
         self._take_metrics()  # of rollouts that are sampled again
@@ -213,16 +215,18 @@ class Producer(RolloutSource):
     def _is_repeated(self, step: int) -> bool:
         """Return True if a batch was collected before the run was killed; after the last one, go on with the groups in
         flight; a collective."""
-        store = self._store
-        if store is None or self._num_again == -1:
+        if self._has_gone_on or (store := self._store) is None:
             return False
         if self._num_again is None:
             self._num_again = self._drivers.decide(lambda: self._recall(store, step))
-        self._num_again -= 1
-        if self._num_again == -1 and step:
+        if self._num_again:
+            self._num_again -= 1
+            return True
+        self._has_gone_on = True
+        if step:
             places, state = self._drivers.decide(lambda: (_places(self._works), store.in_flight_after(step - 1)))
             self._drivers.together(lambda: self._go_on(places, state and InFlight(*state)))
-        return self._num_again >= 0
+        return False
 
     def _recall(self, store: KeptBatches, step: int) -> int:
         """Restore the groups in flight at a checkpoint, and return the number of batches to repeat."""
