@@ -62,14 +62,14 @@ def main() -> None:
         predicted = [results[name]["against_run"] for name in names]
         for kind in ("one_update", "trained"):
             if kind in results[names[0]]:
-                found = spearman(predicted, [results[name][kind] for name in names])
-                correlations.setdefault(kind, []).append(round(found, 2))
+                correlation = spearman(predicted, [results[name][kind] for name in names])
+                correlations.setdefault(kind, []).append(round(correlation, 2))
         rows += [{"seed": seed, "correction": name, **results[name]} for name in names]
         print(f"seed {seed}: rank correlations {correlations}, {json.dumps(results)}", file=sys.stderr, flush=True)
     report(
         "objective_ranking",
         rows,
-        {f"rank_correlations_{kind}": found for kind, found in correlations.items()},
+        {f"rank_correlations_{kind}": values for kind, values in correlations.items()},
         as_json=args.json,
     )
 
@@ -124,8 +124,8 @@ def answered(model: Path, seed: int, args) -> np.ndarray:
         "evaluate", "experiment=demo", f"model.path={model}", f"eval.output={output}", f"eval.prompts={args.prompts}",
         f"eval.samples_per_prompt={args.samples}", "eval.temperature=1", f"seed={1000 + seed}",
     )  # fmt: skip
-    (found,) = json.loads(output.read_text())["sets"]
-    return np.array([np.mean(prompt["rewards"]) for prompt in found["prompts"]])
+    (results,) = json.loads(output.read_text())["sets"]
+    return np.array([np.mean(prompt["rewards"]) for prompt in results["prompts"]])
 
 
 def train(*words: object) -> None:

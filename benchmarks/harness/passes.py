@@ -8,7 +8,7 @@ interpreter; a dispatch mode sees nothing inside of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-VIEWS = ("view", "slice", "detach", "t", "transpose", "expand", "alias", "unsqueeze", "select", "empty")
+VIEWS = ("view", "_unsafe_view", "slice", "detach", "t", "transpose", "expand", "alias", "unsqueeze", "select", "empty")
 SPARSE = ("gather", "scatter_add_", "scatter_reduce_")
 PRODUCTS = ("mm", "addmm", "addmm_")
 
@@ -36,8 +36,11 @@ class Passes:
 
 
 @contextmanager
-def counted_operations(unit: int, *, tile: int) -> Iterator[Passes]:
-    """Count torch's operations on tensors of at least `tile` elements inside the block, by their names."""
+def counted_operations(unit: int, *, tile: int, besides: Sequence[str] = ()) -> Iterator[Passes]:
+    """Count torch's operations on tensors of at least `tile` elements inside the block, by their names.
+
+    besides: names of further operations to leave out.
+    """
     passes = Passes(unit)
 
     def size(one: Any) -> int:
@@ -47,7 +50,7 @@ def counted_operations(unit: int, *, tile: int) -> Iterator[Passes]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             name = func.__name__.partition(".")[0]
-            if name not in VIEWS + SPARSE + PRODUCTS:
+            if name not in (*VIEWS, *SPARSE, *PRODUCTS, *besides):
                 read = args[1:] if name in ("copy_", "fill_", "zero_") else args
                 passes.bytes[name] += sum(map(size, read)) + size(out)
             return out

@@ -30,10 +30,10 @@ def report(program: str, options: Sequence[str]) -> list[dict[str, Any]] | None:
         files = [word for name in locks for word in ("--requirement", str(FOLDER / name))]
         result = subprocess.run([*command, *options, *files], stdout=subprocess.PIPE, text=True, check=False)
         try:
-            found = json.loads(result.stdout)["dependencies"]
+            answer = json.loads(result.stdout)["dependencies"]
         except ValueError:
             return None
-        packages |= {(package["name"], package.get("version", "")): package for package in found}
+        packages |= {(package["name"], package.get("version", "")): package for package in answer}
     return list(packages.values())
 
 

@@ -25,6 +25,7 @@ NUMBERS = {
     "front_end": ("ratio_8", "ratio_16"),
     "growth": ("time_by_length", "memory_by_length", "time_by_ranks"),
     "head": ("total_ratio", "peak_ratio"),
+    "layer": ("qwen3_ratio", "llama_ratio"),
     "limit": ("multi_equal_1_ratio",),
     "loop": ("float32_k3_kl", "bfloat16_k3_kl", "float32_update_share", "float32_gb_per_s"),
     "records": ("us_per_token",),
