@@ -20,18 +20,24 @@ from lockstep.trainer.model.policy import Policy
 from tests.fixtures.families import FAMILIES
 
 PROMPT, HISTORY = tuple(range(10, 50)), tuple(range(60, 90))
-ROWS = [(*PROMPT, *HISTORY, 5, 6, 7), (*PROMPT, *HISTORY, 8), (*PROMPT, 9, 11, 12, 13), tuple(range(100, 117))]
+NUM_SAMPLED = 16
+ROWS = [
+    (*PROMPT, *HISTORY, 5, 6, 7, *range(90, 90 + NUM_SAMPLED)),
+    (*PROMPT, *HISTORY, 8, *range(92, 92 + NUM_SAMPLED)),
+    (*PROMPT, 9, 11, 12, 13, *range(94, 94 + NUM_SAMPLED)),
+    tuple(range(100, 101 + NUM_SAMPLED)),
+]
 
 
 def pack(*, share_prefixes: bool) -> PackedBatch:
     rows = []
     for number, ids in enumerate(ROWS):
         call = EngineCall(
-            prompt_ids=ids[:-3] if number else ids[:-2],
-            sampled_ids=ids[-3:] if number else ids[-2:],
-            sampled_logprobs=(-1.0,) * (3 if number else 2),
+            prompt_ids=ids[:-NUM_SAMPLED],
+            sampled_ids=ids[-NUM_SAMPLED:],
+            sampled_logprobs=(-1.0,) * NUM_SAMPLED,
             finish_reason=FinishReason.STOP,
-            version_spans=(VersionSpan(version=0, start=0, end=3 if number else 2),),
+            version_spans=(VersionSpan(version=0, start=0, end=NUM_SAMPLED),),
         )
         rows += rows_from_calls([call], rollout_id=number)
     return collate(rows, range(len(rows)), share_prefixes=share_prefixes)
