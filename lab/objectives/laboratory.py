@@ -68,10 +68,10 @@ class Request(NamedTuple):
     """Optimizer steps of the batch that the run's own objective makes before the comparison."""
     heldout: Path | None
     """Saved rollouts whose mean reward is predicted."""
-    models: Path | None
-    """Directory for the model after the update of each objective, new or empty."""
     overrides: Sequence[str]
     trusts_run: bool
+    models: Path | None = None
+    """Directory for the model after the update of each objective, new or empty."""
 
 
 def compare_objectives(request: Request) -> Comparison:
