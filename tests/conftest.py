@@ -4,9 +4,14 @@
 * Tests that start engines or ranks are skipped where torch sees a GPU: their numeric bounds and shares of memory are
   those of CPU engines, several at once. `make gpu-check` (docs/gpu.md) checks those paths on GPUs.
 * No test asks the hub: where it cannot be reached, each question is repeated for half a minute.
+* Beside other workers (`pytest -n`) a test computes in one thread: threads of several workers that spin while they wait
+  for each other make small models four times slower.
 """
 
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 import pytest
 import torch
