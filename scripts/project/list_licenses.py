@@ -39,7 +39,7 @@ NOTES = {
     "kubernetes-validate": "Apache-2.0, by the license file in the package",
     "nvidia-*": NVIDIA,
     "openai-harmony": "Apache-2.0, by the license file in the package",
-    "orjson": "of its choices the Apache or the MIT license",
+    "orjson": WEAK,
     "oss-harmony": "Apache-2.0, by the license file in the package",
     "pathspec": WEAK,
     "pycountry": "imported by mistral-common for vLLM; used unchanged, and can be replaced",

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from lockstep.rollout.engine.engine_settings import EngineSettings
@@ -30,6 +29,11 @@ from lockstep.trainer.tools.serve_engine import check_host, command, environment
 from tests.fixtures.broken_models import change_config
 from tests.fixtures.fake_server import KEY, SERVER_INFO, FakeServer
 from tests.fixtures.models import save_tiny_model
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser  # type: ignore[import-not-found, no-redef]
 
 URL = "http://10.0.0.7:8000"
 
