@@ -50,9 +50,16 @@ def test_the_cuda_builds(found: dict[str, str | None], name: str) -> None:
     assert found[name] is None, found[name]
 
 
-def test_unit_tests_of_engine_and_weights_pass_with_the_cuda_builds() -> None:
-    ours = ("tests/unit/rollout/engine", "tests/unit/rollout/weights")
-    # Repairs of a CPU's kernels are not installed there.
-    of_cpus = "--ignore-glob=tests/unit/rollout/engine/repairs/test_cpu_*"
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", of_cpus, *ours)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+@pytest.mark.timeout(5400)
+def test_unit_tests_and_gradients_of_ranks_pass_with_the_cuda_builds() -> None:
+    left_out = (
+        # Repairs of a CPU's kernels are not installed there.
+        "--ignore-glob=tests/unit/rollout/engine/repairs/test_cpu_*",
+        # vLLM's parser asks for the device; the checks above pretend one.
+        "--deselect=tests/unit/trainer/engines/test_engine_settings.py"
+        "::test_vllm_parses_the_command_of_a_server_on_a_gpu",
+    )
+    pytest_words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
+    for words in (("-n", "3", "--dist", "loadfile", "tests/unit"), ("tests/integration/test_gradients.py",)):
+        done = run(*pytest_words, *left_out, *words)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]

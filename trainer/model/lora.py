@@ -308,13 +308,14 @@ def _check_targets(model: PreTrainedModel, wanted: list[str]) -> None:
             )
 
 
-def save_merged(model: PeftModel, directory: Path, distributed: Distributed) -> None:
-    """Write the model with merged adapters and the adapter beside it; a collective."""
-    from lockstep.rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
+def save_adapted(model: PeftModel, directory: Path, distributed: Distributed, *, merges: bool = True) -> None:
+    """Write the model with merged adapters, if `merges`, and the adapter beside it; a collective."""
+    if merges:
+        from lockstep.rollout.weights.source import ZeroSource  # here: it imports vLLM, which takes seconds
 
-    weights = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
-    if distributed.is_main:
-        model.get_base_model().save_pretrained(directory, state_dict=weights)  # type: ignore[operator]
+        weights = {name: tensor.cpu() for name, tensor in ZeroSource(model, readers=[0])}
+        if distributed.is_main:
+            model.get_base_model().save_pretrained(directory, state_dict=weights)  # type: ignore[operator]
     save_adapter(model, directory / ADAPTER, distributed)
 
 

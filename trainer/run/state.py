@@ -128,27 +128,20 @@ def save_state(parts: Parts, directory: RunDirectory, state: TrainerState, files
             parts.averaged.average.save(place)
 
     checkpoint.save(
-        directory.checkpoints,
-        state,
-        parts.distributed,
-        keep=parts.config.checkpoint.keep,
-        config=plain(parts.config),
-        also=save_beside,
-    )
+        directory.checkpoints, state, parts.distributed,
+        keep=parts.config.checkpoint.keep, config=plain(parts.config), also=save_beside,
+    )  # fmt: skip
 
 
 def save_policy(distributed: Distributed, directory: Path, *, has_critic: bool) -> None:
     """Write the trained model, with its adapter merged unless the base is quantized; a collective."""
     policy = policy_of(distributed.unwrapped)
-    if not is_adapted(policy.model):
-        distributed.save_pretrained(directory, prefix="policy.model." if has_critic else "model.")
-        return
-    from lockstep.trainer.model.lora import save_adapter, save_merged
+    if is_adapted(policy.model):
+        from lockstep.trainer.model.lora import save_adapted
 
-    if policy.is_quantized:
-        save_adapter(policy.model, directory / ADAPTER, distributed)
+        save_adapted(policy.model, directory, distributed, merges=not policy.is_quantized)
     else:
-        save_merged(policy.model, directory, distributed)
+        distributed.save_pretrained(directory, prefix="policy.model." if has_critic else "model.")
 
 
 def save_model(

@@ -22,7 +22,7 @@ from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.old_policy import Recomputed
 from lockstep.trainer.credit.targets import Logprobs, rollout_targets
-from lockstep.trainer.model.lora import save_merged
+from lockstep.trainer.model.lora import save_adapted
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from lockstep.trainer.update.updater import Updater
@@ -49,7 +49,7 @@ def main(model_dir: str, out_dir: str, dtype: str) -> None:
     targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config.algorithm)
     updater.update(batch, targets)
     assert isinstance(policy.model, PeftModel)
-    save_merged(policy.model, Path(out_dir) / "model", distributed)
+    save_adapted(policy.model, Path(out_dir) / "model", distributed)
     if distributed.is_main:
         np.savez(Path(out_dir) / "gradients.npz", scored=scored_N.numpy(), **distributed.gradients)
     distributed.close()

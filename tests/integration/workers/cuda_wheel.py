@@ -212,7 +212,7 @@ def overrides_accept_what_callers_of_the_base_classes_pass(directory: Path) -> N
             if isinstance(override, METHODS) and isinstance(overridden, METHODS) and not name.startswith("__"):
                 _assert_accepts(override, overridden, f"{subclass.__name__}.{name}")
                 compared.append(name)
-    for name in ("send_weights", "receive_weights", "trainer_init", "update_from_output", "finish_requests"):
+    for name in ("send_weights", "receive_weights", "update_from_output", "finish_requests"):
         assert name in compared, compared
     for name, overridden in vars(VLLMWeightSyncClient).items():
         if not name.startswith("_") and callable(overridden):
@@ -461,12 +461,12 @@ class _Encoding:
 @check
 def a_source_fulfills_vllms_transports_on_senders_and_other_ranks(directory: Path) -> None:
     import torch
-    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, nccl_engine
+    from vllm.distributed.weight_transfer import nccl_engine
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     from lockstep.rollout.engine.plugin import register
     from lockstep.rollout.weights.source import ZeroSource
-    from lockstep.rollout.weights.sync import WeightSync
+    from lockstep.rollout.weights.vllm_transport import connect
 
     register()
     source = ZeroSource(torch.nn.Linear(3, 5), dtype=torch.bfloat16)
@@ -476,18 +476,14 @@ def a_source_fulfills_vllms_transports_on_senders_and_other_ranks(directory: Pat
         sent.extend(name for name, _ in iterator)
 
     for hosts in (["127.0.0.1"], []):
-        sync: Any = SimpleNamespace(_backend="nccl", _bucket_bytes=4096, _sizes=[30, 10], _address=None)
-        sync._engines = SimpleNamespace(hosts=hosts, num_workers=2)
-        sync._address_for = lambda hosts: "127.0.0.1"
-        info: Any = WeightSync._init_info(sync, [])
-        assert info.packed_buffer_size_bytes == 4096
-        client = mock.Mock()
+        client = mock.Mock(hosts=hosts, num_workers=2)
         with (
             mock.patch.object(nccl_engine, "open_trainer_endpoint", return_value="group"),
             mock.patch.object(nccl_engine, "packed_nccl_broadcast_producer", broadcast),
         ):
-            sender = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+            sender: Any = connect("nccl", client, source, address_for=lambda hosts: "127.0.0.1", buffer_bytes=4096)
             sender.send_weights()
+        assert sender.packed_buffer_size_bytes == 4096
         if hosts:
             ((update,), _) = client.update_weights.call_args
             ((init,), _) = client.init_weight_transfer_engine.call_args

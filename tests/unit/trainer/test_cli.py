@@ -211,7 +211,7 @@ def test_defaults_are_the_schema_or_a_group_value(complete: tuple[str, ...]) -> 
         (["data.curriculum.weighting=learnability", "data.curriculum.min_weight=0"], ["between 0.01 and 1"]),
         (["resume=auto"], ["run_name="]),
         (["run_name=a/b"], ["run_name=my-run"]),
-        (["run_name=" + 256 * "a"], ["has 256 bytes", "at most 255", "run_name=my-run"]),
+        (["run_name=" + 256 * "a"], ["at most 255 bytes", "run_name=my-run"]),
         (["resume="], ["resume= is neither never, auto nor a checkpoint"]),
         ([f"resume={'x' * 300}"], ["is neither never, auto nor a checkpoint (it does not exist)"]),
         (["resume='~no-such-user'"], ["resume=~no-such-user is neither never, auto nor a checkpoint"]),

@@ -18,7 +18,7 @@ from lockstep.trainer.config.groups.model_settings import LoraConfig
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.distributed.distributed import Distributed
-from lockstep.trainer.model.lora import adapter_settings, add_adapters, save_adapter, save_merged
+from lockstep.trainer.model.lora import adapter_settings, add_adapters, save_adapted, save_adapter
 from lockstep.trainer.model.policy import Policy
 from lockstep.trainer.update.optimizers.optimizer import make_optimizer
 from tests.fixtures.adapted import with_lora
@@ -74,7 +74,7 @@ def test_the_merged_model_and_the_adapter_beside_it_compute_the_same(base: Path,
     expected = logits(policy.causal_lm)
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert (logits(plain) - expected).abs().max() > 0.1, "the adapters change nothing, so the test would prove nothing"
-    save_merged(policy.model, tmp_path, distributed)
+    save_adapted(policy.model, tmp_path, distributed)
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), expected, rtol=1e-4, atol=1e-4)
     with_adapter = PeftModel.from_pretrained(plain, str(tmp_path / ADAPTER))
     torch.testing.assert_close(logits(with_adapter), expected, rtol=1e-4, atol=1e-4)
@@ -84,7 +84,7 @@ def test_saving_changes_no_parameter(base: Path, tmp_path: Path) -> None:
     policy, distributed = moved(base)
     assert isinstance(policy.model, PeftModel)
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-    save_merged(policy.model, tmp_path, distributed)
+    save_adapted(policy.model, tmp_path, distributed)
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, before[name]), name
 
