@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lockstep.lab.objectives.gradients import TrialSteps
 from lockstep.lab.objectives.laboratory import Request, compare_objectives
@@ -156,6 +157,20 @@ def test_the_result_is_a_table_a_page_and_json(compare) -> None:
     values = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert values["rows"][1]["name"] == "gspo"
     assert replace(found, about={"effective": math.nan}).to_json()["about"]["effective"] is None
+
+
+def test_the_model_after_each_update_is_written(run: Path, compare, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    found = compare(names="gspo", heldout=run / "rollouts/step-000001.jsonl", models=models)
+    assert sorted(path.name for path in models.iterdir()) == ["0-run", "1-gspo"]
+    before = list(AutoModelForCausalLM.from_pretrained(run / "model").parameters())
+    for row, name in zip(found.rows, ("0-run", "1-gspo"), strict=True):
+        after = AutoModelForCausalLM.from_pretrained(models / name).parameters()
+        change = sum(float((b - a).detach().double().square().sum()) for a, b in zip(before, after, strict=True))
+        assert row.step == pytest.approx(change**0.5, rel=1e-4)
+    assert found.rows[0].step > 0
+    with pytest.raises(ConfigError, match="is not empty; name a new directory"):
+        compare(names="gspo", models=models)
 
 
 @pytest.mark.parametrize(
