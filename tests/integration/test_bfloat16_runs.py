@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from lockstep.rollout.weights.canary import canary_ids
 from tests.integration.test_run import SMALL, demo, metrics, train  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -15,8 +19,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(9
 UPDATES = 12
 MEAN_DIFFERENCE = 0.01
 """Measured: 0.0004 to 0.0032 nats per token, falling as the policy becomes certain."""
-LARGEST_DIFFERENCE = 0.05
-"""Measured: 0.009 to 0.016. Logprobs near -4 have steps of 2^-6 in bfloat16."""
+ROUNDINGS = 3.0
+"""Largest difference of the canary, in changes of its logprobs by bfloat16. Measured: 0.3 to 1.8, by processor."""
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def test_the_demo_learns_in_bfloat16(
     lines = [line for line in metrics(tmp_path / "half") if "reward/mean" in line]
     rewards = [line["reward/mean"] for line in lines]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.15, rewards
-    assert_agreement(lines)
+    assert_agreement(lines, tmp_path / "half/model")
 
 
 @pytest.mark.v2
@@ -56,17 +60,30 @@ def test_two_ranks_agree_with_the_engine(demo: tuple[str, ...], tmp_path: Path) 
     is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     assert ("Using V2 Model Runner" in (tmp_path / "half/logs/engine.log").read_text()) == is_v2
     lines = [line for line in metrics(tmp_path / "half") if "reward/mean" in line]
-    assert_agreement(lines)
+    assert_agreement(lines, tmp_path / "half/model")
     for line in lines:
         assert line["sync/distribution_age"] == 0
         assert 0 < line["sync/distribution_kl"] < line["sync/distribution_kl_limit"] / 4
         assert 0 < line["sync/distribution_move"] < line["sync/distribution_move_limit"] / 4
 
 
-def assert_agreement(lines: list[dict[str, float]]) -> None:
-    """Compare the tokens and log-probabilities of engine and trainer in each update."""
+def assert_agreement(lines: list[dict[str, float]], model: Path) -> None:
+    """Compare the tokens and log-probabilities of engine and trainer in each update. model: trained by the run."""
     assert lines
+    largest = ROUNDINGS * rounding(model)
     for line in lines:
         assert line["rollout/token_match_rate"] == 1.0
         assert line["rollout_correction/logp_diff_abs_mean"] < MEAN_DIFFERENCE
-        assert line["sync/canary_abs_diff"] < LARGEST_DIFFERENCE
+        assert line["sync/canary_abs_diff"] < largest
+
+
+@torch.no_grad()
+def rounding(path: Path) -> float:
+    """Return the largest change of the canary's logprobs if transformers computes in bfloat16 [nats]."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.tensor([canary_ids(model.config.vocab_size)])
+    exact, rounded = (
+        one(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])
+        for one in (model, copy.deepcopy(model).bfloat16())
+    )
+    return float((exact - rounded).abs().max())
