@@ -125,6 +125,8 @@ def answered(model: Path, seed: int, args) -> np.ndarray:
         f"eval.samples_per_prompt={args.samples}", "eval.temperature=1", f"seed={1000 + seed}",
     )  # fmt: skip
     (results,) = json.loads(output.read_text())["sets"]
+    if failed := results["metrics"]["eval/failed_fraction"]:  # they count as 0
+        sys.exit(f"{failed:.1%} of the answers of {model.name} failed, on a busy machine at their deadlines; repeat it")
     return np.array([np.mean(prompt["rewards"]) for prompt in results["prompts"]])
 
 
