@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from lockstep.trainer.batch.packing import pack
 
@@ -115,13 +116,20 @@ def _spread(
 ) -> list[list[int]] | None:
     """Put each row, costliest first, into the cheapest of `num_packs` packs with room; None if there is no room."""
     packs: list[list[int]] = [[] for _ in range(num_packs)]
-    tokens, totals = [0] * num_packs, [0.0] * num_packs
+    tokens = [0] * num_packs
+    candidates = [(0.0, p) for p in range(num_packs)]  # heap: the cheapest one first
+    too_full: list[tuple[int, tuple[float, int]]] = []  # heap of candidates without room: the one with most first
     for i in sorted(range(len(row_lengths)), key=lambda i: (-costs[i], i)):
-        fitting = [p for p in range(num_packs) if not packs[p] or tokens[p] + row_lengths[i] <= token_budget]
-        if not fitting:
-            return None
-        p = min(fitting, key=lambda p: (totals[p], p))
+        while too_full and row_lengths[i] <= -too_full[0][0]:
+            heappush(candidates, heappop(too_full)[1])
+        while True:
+            if not candidates:
+                return None
+            total, p = heappop(candidates)
+            if not packs[p] or tokens[p] + row_lengths[i] <= token_budget:
+                break
+            heappush(too_full, (tokens[p] - token_budget, (total, p)))
         packs[p].append(i)
         tokens[p] += row_lengths[i]
-        totals[p] += costs[i]
+        heappush(candidates, (total + costs[i], p))
     return packs

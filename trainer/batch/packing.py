@@ -238,15 +238,19 @@ def pack(row_lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, found {token_budget}")
     packs: list[list[int]] = []
-    room: list[int] = []
+    size = 1 << (len(row_lengths) - 1).bit_length() if row_lengths else 1
+    most_room = [token_budget] * (2 * size)  # a binary tree: pack p is the leaf size + p, empty ones included
     for i, length in sorted(enumerate(row_lengths), key=lambda row: (-row[1], row[0])):
-        slot = next((p for p, free in enumerate(room) if free >= length), None)
-        if slot is None:
-            packs.append([i])
-            room.append(token_budget - length)
-        else:
-            packs[slot].append(i)
-            room[slot] -= length
+        node = 1 if length <= token_budget else size + len(packs)
+        while node < size:
+            node = 2 * node + (most_room[2 * node] < length)
+        if node - size == len(packs):
+            packs.append([])
+        packs[node - size].append(i)
+        most_room[node] -= length
+        while node > 1:
+            node //= 2
+            most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
     return packs
 
 

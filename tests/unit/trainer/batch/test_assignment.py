@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.trainer.batch import assignment
 from lockstep.trainer.batch.assignment import plan, row_cost
 
 
@@ -28,6 +29,23 @@ def test_every_row_runs_once_on_equally_many_microbatches_within_the_budget(leng
         assert sum(lengths[i] for i in members) <= budget or len(members) == 1
     assert result.num_oversized == sum(length > budget for length in lengths)
     assert result == plan(lengths, num_ranks=num_ranks, token_budget=budget)
+
+
+@given(st.lists(st.tuples(st.integers(0, 80), st.floats(0, 9)), max_size=40), st.integers(1, 6), st.integers(1, 100))
+@settings(max_examples=300, deadline=None)
+def test_each_row_goes_to_the_cheapest_pack_with_room(rows, num_packs, budget):
+    lengths, costs = [length for length, _ in rows], [cost for _, cost in rows]
+    packs: list[list[int]] | None = [[] for _ in range(num_packs)]
+    totals = [0.0] * num_packs
+    for i in sorted(range(len(rows)), key=lambda i: (-costs[i], i)):
+        with_room = [p for p in range(num_packs) if not packs[p] or sum(lengths[j] for j in [*packs[p], i]) <= budget]
+        if not with_room:
+            packs = None
+            break
+        cheapest = min(with_room, key=lambda p: (totals[p], p))
+        packs[cheapest].append(i)
+        totals[cheapest] += costs[i]
+    assert assignment._spread(lengths, costs, num_packs, budget) == packs
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])

@@ -129,6 +129,19 @@ def test_packing_loses_no_row_and_keeps_the_budget(lengths, budget):
     assert packs == pack(lengths, budget)
 
 
+@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 50))
+@settings(max_examples=200, deadline=None)
+def test_a_row_goes_to_the_first_pack_with_room(lengths, budget):
+    packs: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        with_room = (members for members in packs if sum(lengths[j] for j in [*members, i]) <= budget)
+        if (first := next(with_room, None)) is None:
+            packs.append([i])
+        else:
+            first.append(i)
+    assert pack(lengths, budget) == packs
+
+
 def test_packing_is_dense():
     assert [sum([6, 4, 5, 5, 3, 7][i] for i in members) for members in pack([6, 4, 5, 5, 3, 7], 10)] == [10, 10, 10]
 
