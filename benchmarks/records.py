@@ -19,7 +19,8 @@ from harness.results import argument_parser, report
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.episode.token_metrics import count_tokens
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.batch_bytes import decode, encode
+from lockstep.trainer.batch.step_batch import StepBatch
 
 
 def answers(*, rollouts: int, prompt: int, sampled: int) -> list[dict[str, Any]]:

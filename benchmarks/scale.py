@@ -69,7 +69,8 @@ from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.batch_bytes import decode, encode
+from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
 from lockstep.trainer.collect.several_ranks import POLL_S, Meeting, SeveralRanks, pack

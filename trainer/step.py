@@ -1,16 +1,16 @@
 """One step of training, from prompts to weights in the engine. Start reading at `Trainer.step`.
 
     prompts ─► rollouts ─► rewards                    collect
-                  └─► training rows, on every rank    share
+                  └─► training rows                   share
                          └─► logprobs                 score
                                 └─► weights           correct
                                        └─► targets    assign_credit
                                               └─► optimizer steps    update
                                                      └─► weights in the engine    push_weights
 
-Every rank runs the same lines. Only rank 0 has rollouts until `_share`; then all ranks hold all rows, and each scores
-and trains the part that `trainer/batch/assignment.py` assigns to it. On demonstrations alone (`algorithm=sft`) a step
-has no rollouts: the rows come to the update as they do beside rollouts.
+Every rank runs the same lines. Only rank 0 has rollouts; after `_share` all ranks have the numbers of all rows, and
+each scores and trains the rows that `trainer/batch/assignment.py` assigns to it. On demonstrations alone
+(`algorithm=sft`) a step has no rollouts: the rows come to the update as they do beside rollouts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.rollout.errors import TrainingError
-from lockstep.rollout.records import Cause, Rollout
+from lockstep.rollout.records import Cause, Rollout, TrainingRow
 from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.rollout.weights.sync import WeightSync
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.rows_ahead import RowsAhead, rows_of_rollout
+from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.collect.source import RolloutSource
 from lockstep.trainer.config.plan import OldLogprobs
@@ -99,9 +100,9 @@ class Trainer:
         self, on_rollout: OnRollout = lambda rollout: None, on_stage: Callable[[str], None] = lambda name: None
     ) -> StepReport:
         """Make one training step; a collective. on_stage: called with its name when a stage begins."""
-        watch, version = Stopwatch(on_stage), self.version
-        collection = self._collect(watch, on_rollout)
-        batch = self._share(collection, watch)
+        watch, version, rows = Stopwatch(on_stage), self.version, RowsAhead()
+        collection = self._collect(watch, rows.before(on_rollout))
+        batch = self._share(collection, watch, rows.of)
         if self._sync is not None:
             with watch.stage("sync"):
                 self._with_engines(self._sync.sleep)  # after the teacher, which may be the policy in the same engines
@@ -174,8 +175,13 @@ class Trainer:
             return Collected()
         return self._with_engines(lambda: source.collect(self.num_steps, self.version, watch, on_rollout))
 
-    def _share(self, collected: Collected, watch: Stopwatch) -> StepBatch:
-        """Make rows of the trained rollouts, with a teacher's scores of their tokens, the same on every rank."""
+    def _share(
+        self,
+        collected: Collected,
+        watch: Stopwatch,
+        rows_of: Callable[[Rollout], Sequence[TrainingRow]] = rows_of_rollout,
+    ) -> StepBatch:
+        """Return the rows of the trained rollouts, with a teacher's scores of their tokens: one batch for all ranks."""
         batch = self._distributed.together(
             lambda: StepBatch.of(
                 collected.trained,
@@ -185,6 +191,7 @@ class Trainer:
                 with_turn_rewards=self._plan.turn_rewards,
                 with_states=self._plan.needs_states,
                 with_routes=self._plan.replays_engine,
+                rows_of=rows_of,
             )
         )
         if self._teacher is not None:
@@ -193,7 +200,9 @@ class Trainer:
             with watch.stage("teacher"):
                 batch = self._with_engines(lambda: teacher.scored(batch, collected.trained, measures_floor=is_due))
         if self._distributed.world_size > 1:
-            batch = decode(self._distributed.broadcast_bytes(encode(batch) if self._distributed.is_main else b""))
+            from lockstep.trainer.batch.dealt_batch import shared  # runs on one rank do not load it
+
+            batch = shared(batch, self._distributed)
         self._empty_steps = 0 if batch.num_rollouts or self._rollouts is None else self._empty_steps + 1
         if self._empty_steps >= MAX_EMPTY_STEPS or (self._empty_steps and self.version == 0):
             self._distributed.together(lambda: self._refuse_empty(collected.rollouts))

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.lab.diagnosis.causes import Cause
 from lockstep.rollout.records import TrainingRow
-from lockstep.trainer.batch.step_batch import ROW_ARRAYS
+from lockstep.trainer.batch.batch_bytes import ROW_ARRAYS
 
 DROPOUT_P = 0.1
 """GPT-2's rate."""

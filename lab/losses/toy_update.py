@@ -186,7 +186,7 @@ def token_budget(division: Division, batch: StepBatch, module: nn.Module, distri
     return next(
         budget
         for budget in range(total, 0, -1)
-        if scorer.plan(batch, range(len(batch.rows)), token_budget=budget).num_microbatches == division.microbatches
+        if len(scorer.share(batch, range(len(batch.rows)), token_budget=budget).packs) == division.microbatches
     )
 
 

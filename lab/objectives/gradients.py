@@ -127,7 +127,7 @@ def backward(
 ) -> Iterator[tuple[int, PackedBatch, Tensor, Tensor, dict[str, float]]]:
     """Yield objective (index), pack, (T,) ∂loss/∂log π, (P,) gradient on the host, and sums, for each pack of rows."""
     parameters, batch = trained(module), token_sets[0].batch
-    for pack in scorer.plan(batch, rows).microbatches[0]:
+    for pack in scorer.share(batch, rows).packs:
         packed = scorer.packed(batch, pack)
         for number, tokens in enumerate(token_sets):
             loss, logp_T, all_sums = step.loss(tokens, packed)

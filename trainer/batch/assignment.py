@@ -8,9 +8,10 @@ of ranks and the packs that run at the same time must be even.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from lockstep.trainer.batch.packing import pack
 
@@ -18,6 +19,15 @@ ATTENTION_CROSSOVER = 24_576
 """Row length at which causal attention costs as much as everything else. Per token a layer spends 24 d² FLOPs on its
 weights (12 d² parameters, as in most decoders) and 2 d L on attention to half of L tokens: equal at L = 12 d, taken
 here at d = 2048. Twice or half of it changes a plan little."""
+
+
+class Share(NamedTuple):
+    """The part of a plan that one rank computes."""
+
+    packs: tuple[tuple[int, ...], ...]
+    """Row indices of each microbatch; equally many microbatches on all ranks."""
+    metrics: Mapping[str, float]
+    """Of the whole plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,9 @@ class Plan:
     @property
     def num_microbatches(self) -> int:
         return len(self.microbatches[0])
+
+    def share(self, rank: int) -> Share:
+        return Share(packs=self.microbatches[rank], metrics=self.metrics())
 
     def metrics(self) -> dict[str, float]:
         return {

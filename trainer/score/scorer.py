@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.trainer.batch.assignment import Plan, plan
+from lockstep.trainer.batch.assignment import Plan, Share, plan
 from lockstep.trainer.batch.packing import PackedBatch, collate, row_places
 from lockstep.trainer.batch.prefix_bundles import plan_bundles
 from lockstep.trainer.batch.prefixes import token_keys
@@ -60,21 +60,24 @@ class Scorer:
         self._longest_shared = longest_shared(module) if shares else 0
         self.budget = TokenBudget(token_budget, distributed)
 
-    def plan(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> Plan:
-        """Assign rows (indices) to ranks and packs."""
+    def share(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> Share:
+        """Assign rows (indices) to ranks and packs; return this rank's. A collective, if rows are dealt to ranks."""
+        return batch.share(partial(self._plan, batch, rows, token_budget), self._distributed)
+
+    def _plan(self, batch: StepBatch, rows: Sequence[int], token_budget: int | None) -> Plan:
         num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
         if self._shares_prefixes(batch, rows):
             keys = [token_keys(batch.rows[row], with_routes=self._with_routes) for row in rows]
-            share = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
+            made = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
         else:
-            share = plan([len(batch.rows[row]) for row in rows], num_ranks=num_ranks, token_budget=budget)
+            made = plan(batch.row_lengths[list(rows)].tolist(), num_ranks=num_ranks, token_budget=budget)
         return replace(
-            share,
-            microbatches=tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in share.microbatches),
+            made,
+            microbatches=tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in made.microbatches),
         )
 
     def packed(self, batch: StepBatch, pack: Sequence[int]) -> PackedBatch:
-        """Collate the rows of a pack from `plan`, on the device."""
+        """Collate the rows of a pack from `share`, on the device."""
         return collate(
             batch.rows,
             pack,
@@ -86,7 +89,7 @@ class Scorer:
         )
 
     def _shares_prefixes(self, batch: StepBatch, rows: Sequence[int]) -> bool:
-        return max((len(batch.rows[row]) for row in rows), default=0) <= self._longest_shared
+        return batch.row_lengths[list(rows)].max(initial=0) <= self._longest_shared
 
     def forward(self, packed: PackedBatch, **arguments: bool) -> tuple[Tensor, ...]:
         """Run the module on a pack, by default without entropy. arguments: further ones of its forward."""
@@ -126,7 +129,7 @@ class Scorer:
         forward = partial(self._scores, with_values=with_values, with_routes=with_routes, with_entropy=with_entropy)
 
         def all_packs(token_budget: int) -> tuple[Tensor, Tensor | None]:
-            packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
+            packs = self.share(batch, rows, token_budget=token_budget).packs
             outputs_N = torch.zeros(1 + with_values + with_entropy, batch.layout.num_tokens)
             outputs: list[tuple[Tensor, Tensor]] = []
             routes: list[Tensor] = []
@@ -139,7 +142,7 @@ class Scorer:
                 outputs_N[:, index_T] = output_T.cpu()
             return outputs_N, self._of_rows(batch, packs, routes) if routes else None
 
-        lengths = [len(batch.rows[row]) for row in rows]
+        lengths = batch.row_lengths[list(rows)].tolist()
         with torch.no_grad():
             outputs_N, routes = self.budget.attempt(all_packs, lengths, at_most=token_budget)
         # Each token was scored on one rank, the others hold 0. Bytes of wider integers add up just as well.
@@ -151,7 +154,7 @@ class Scorer:
 
         routes: (L, layers, k) of each pack of this rank.
         """
-        starts = np.cumsum([0, *map(len, batch.rows)])
+        starts = np.cumsum([0, *batch.row_lengths])
         of_rows = torch.zeros((int(starts[-1]), *routes[0].shape[1:]), dtype=routes[0].dtype)
         for pack, routes_L in zip(packs, routes, strict=True):
             if pack:
@@ -209,14 +212,14 @@ class Scorer:
         """
 
         def all_packs(token_budget: int) -> Tensor:
-            packs = self.plan(batch, rows, token_budget=token_budget).microbatches[self._distributed.rank]
+            packs = self.share(batch, rows, token_budget=token_budget).packs
             parts = [self.budget.agreed(partial(measure, self.packed(batch, pack))) for pack in packs]
             return torch.stack(parts).sum(0)
 
         with torch.no_grad():
-            measured = self.budget.attempt(all_packs, [len(batch.rows[row]) for row in rows])
+            measured = self.budget.attempt(all_packs, batch.row_lengths[list(rows)].tolist())
         return self._distributed.sum(measured)
 
     def score_repacked(self, batch: StepBatch) -> Tensor:
         """Score with the smallest possible packs, about one row each; a collective."""
-        return self.score(batch, token_budget=max(map(len, batch.rows), default=1))
+        return self.score(batch, token_budget=int(batch.row_lengths.max(initial=1)))

@@ -18,7 +18,8 @@ import torch
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import DataError
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import vocab_size_of
 from lockstep.trainer.config.groups.data_settings import DataSetConfig, DemonstrationsConfig
 from lockstep.trainer.config.groups.model_settings import ModelConfig
@@ -189,13 +190,6 @@ def tokenized(
             else None
         )
     )
-
-
-def shared(batch: StepBatch, distributed: Distributed) -> StepBatch:
-    """Return rank 0's batch on every rank; a collective."""
-    if distributed.world_size == 1:
-        return batch
-    return decode(distributed.broadcast_bytes(encode(batch) if distributed.is_main else b""))
 
 
 def refuse_long(sets: Sequence[Sequence[Demonstration]], settings: DemonstrationsConfig, limit: int | None) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from lockstep.trainer.batch.dealt_batch import shared
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.data.demonstrations import Demonstration
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.evaluate.evaluation import Evaluation
 from lockstep.trainer.score.scorer import Scorer
-from lockstep.trainer.sft.demonstration_rows import batch_of, shared
+from lockstep.trainer.sft.demonstration_rows import batch_of
 
 
 class HeldoutDemonstrations:

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.system.plain_files import read_plain
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.batch_bytes import decode, encode
+from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.old_policy import FromEngine, FromUpdate, Recomputed

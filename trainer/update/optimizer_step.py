@@ -61,7 +61,7 @@ class OptimizerStep:
         critic_only: leave the policy as it is.
         """
         budget = self._scorer.budget
-        lengths = [len(tokens.batch.rows[row]) for tokens in token_sets for row in tokens.rows]
+        lengths = [int(tokens.batch.row_lengths[row]) for tokens in token_sets for row in tokens.rows]
         sums, plan_metrics = budget.attempt(
             partial(self._gradients, token_sets), lengths, discard=self._module.zero_grad
         )
@@ -84,12 +84,8 @@ class OptimizerStep:
 
     def _gradients(self, token_sets: Sequence[TokenSet], token_budget: int) -> tuple[StepSums, dict[str, float]]:
         """Run forward and backward of this rank's share; return its sums, and the metrics of the plan."""
-        plans = [self._scorer.plan(tokens.batch, tokens.rows, token_budget=token_budget) for tokens in token_sets]
-        packs = [
-            (tokens, pack)
-            for tokens, plan in zip(token_sets, plans, strict=True)
-            for pack in plan.microbatches[self._distributed.rank]
-        ]
+        shares = [self._scorer.share(tokens.batch, tokens.rows, token_budget=token_budget) for tokens in token_sets]
+        packs = [(tokens, pack) for tokens, share in zip(token_sets, shares, strict=True) for pack in share.packs]
         if self._distributed.world_size > 1 and not self._distributed.uses_deepspeed:
             # DDP reduces in it, so that all others may run out of memory: see `TokenBudget`
             packs.append((token_sets[0], ()))
@@ -109,7 +105,7 @@ class OptimizerStep:
                 sums.add(term, of_term)
         for seen_N, index_T, logp_T in results:
             seen_N[index_T] = torch.where(seen_N[index_T].isnan(), logp_T.cpu(), seen_N[index_T])
-        metrics = plans[0].metrics() | {"perf/microbatches": float(sum(plan.num_microbatches for plan in plans))}
+        metrics = {**shares[0].metrics, "perf/microbatches": float(sum(len(share.packs) for share in shares))}
         return sums, metrics
 
     def loss(self, tokens: TokenSet, packed: PackedBatch) -> tuple[Tensor, Tensor, Sums]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.rollout.records import EngineCall, Rollout, Routes
+from lockstep.trainer.batch.dealt_batch import shared
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.schema import Config
@@ -46,8 +47,8 @@ def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     config.model.path = model_dir
     config.share_prefixes = "never" if "apart" in flags else "auto"
     updater = Updater(module, distributed, config)
-    own = StepBatch.of(routed_rollouts(), mask_truncated=False)
-    batch = StepBatch.of(routed_rollouts(), mask_truncated=False, with_routes=True)
+    own = shared(StepBatch.of(routed_rollouts(), mask_truncated=False), distributed)
+    batch = shared(StepBatch.of(routed_rollouts(), mask_truncated=False, with_routes=True), distributed)
     reference = make_reference(config, distributed, module)
     assert reference is not None
     own_N, _, recorded = updater.scorer.score_with(own, routes=True)
@@ -62,10 +63,10 @@ def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
         "own": own_N.numpy(),
         "scored": scored_N.numpy(),
         "reference": reference.score(batch).numpy(),
-        "recorded": np.concatenate([row.routes for row in recorded.rows if row.routes is not None]),
     }
     result |= {f"gradient/{name}": gradient for name, gradient in distributed.gradients.items()}
-    if distributed.is_main:
+    if distributed.is_main:  # the others have some of the rows
+        result["recorded"] = np.concatenate([row.routes for row in recorded.rows if row.routes is not None])
         np.savez(out, **result)
     distributed.close()
 

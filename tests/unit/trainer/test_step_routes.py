@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, Routes
+from lockstep.trainer.batch.batch_bytes import decode, encode
 from lockstep.trainer.batch.packing import PackedBatch, collate
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.source import Collected
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.model_settings import LoraConfig

@@ -133,7 +133,7 @@ def test_the_gradient_is_the_sum_of_the_weights_times_the_slopes_of_logprobs(toy
     (found,) = toy.measured(batch, targets, GSPO)
     tokens, _, updater = toy.token_set(batch, targets, **GSPO)
     total = torch.zeros(())
-    for pack in updater.scorer.plan(batch, tokens.rows).microbatches[0]:
+    for pack in updater.scorer.share(batch, tokens.rows).packs:
         packed = updater.scorer.packed(batch, pack)
         logp_T, *_ = toy.module(packed, temperature=1.0, with_entropy=False)
         total = total + (found.weights_N[packed.token_index_T] * logp_T).sum()
@@ -188,7 +188,7 @@ def test_the_prediction_is_the_slope_of_the_reward_of_held_out_rollouts(toy: Toy
     def logp() -> Tensor:
         logp_N = torch.zeros(batch.layout.num_tokens, dtype=torch.float64)
         with torch.no_grad():
-            for pack in updater.scorer.plan(batch, tokens.rows).microbatches[0]:
+            for pack in updater.scorer.share(batch, tokens.rows).packs:
                 packed = updater.scorer.packed(batch, pack)
                 logp_N[packed.token_index_T] = toy.module(packed, temperature=1.0, with_entropy=False)[0]
         return logp_N

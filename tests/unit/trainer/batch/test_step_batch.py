@@ -15,7 +15,8 @@ from lockstep.rollout.records import (
     SamplingSupport,
     VersionSpan,
 )
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.batch_bytes import decode, encode
+from lockstep.trainer.batch.step_batch import StepBatch
 
 
 def rollout(

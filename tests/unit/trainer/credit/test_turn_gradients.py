@@ -13,7 +13,8 @@ from torch import Tensor
 from lockstep.rewards.composition import Reward, RewardSet
 from lockstep.rewards.shaping import Shaping
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, RolloutStatus
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.batch_bytes import decode, encode
+from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.schema import Config

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lockstep.rollout.errors import DataError, TrainingError
-from lockstep.trainer.batch.step_batch import StepBatch, decode, encode
+from lockstep.trainer.batch.batch_bytes import decode, encode
+from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.groups.optimizer_settings import OptimizerConfig
 from lockstep.trainer.config.schema import Config

@@ -212,8 +212,8 @@ def test_the_distance_from_the_reference_is_reported_per_rollout_and_per_token(b
 def test_another_packing_scores_the_same_up_to_rounding(policy: Policy, batch: StepBatch) -> None:
     scorer = Updater(policy, FakeRank(policy), config()).scorer
     whole_N, repacked_N = scorer.score(batch), scorer.score_repacked(batch)
-    assert len(scorer.plan(batch, range(4)).microbatches[0]) == 1
-    assert len(scorer.plan(batch, range(4), token_budget=24).microbatches[0]) > 1
+    assert len(scorer.share(batch, range(4)).packs) == 1
+    assert len(scorer.share(batch, range(4), token_budget=24).packs) > 1
     assert float((whole_N - repacked_N).abs().max()) < 1e-4
 
 

@@ -16,7 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.errors import TrainingError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout
-from lockstep.trainer.batch.step_batch import ROW_ARRAYS, StepBatch
+from lockstep.trainer.batch.batch_bytes import ROW_ARRAYS
+from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.groups.model_settings import LoraConfig

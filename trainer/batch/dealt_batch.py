@@ -1,0 +1,163 @@
+"""A step on several ranks: numbers about all rows on every rank, and a row only where it is computed.
+
+    rank 0   rows ─► lengths, counts, rewards, logprobs of the engine ─► every rank     `shared`
+                └─► plan ─► the rows of its packs ─► each rank                          `DealtBatch.share`
+
+Rank 0 plans, and sends a row to a rank when the rank first computes it. So a row travels once, or more often if several
+passes assign it to different ranks. All ranks have the same numbers, and compute what is counted or normalized over the
+step from them: no partition of the work can change it.
+
+Shape legend: _R rows of the step, _N trained tokens of the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import torch
+
+from lockstep.rollout.errors import EvidenceError
+from lockstep.rollout.records import TrainingRow
+from lockstep.trainer.batch.assignment import Plan, Share
+from lockstep.trainer.batch.batch_bytes import rollout_arrays, rollout_values, row_arrays, rows_of
+from lockstep.trainer.batch.packing import StepLayout
+from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.distributed.distributed import Distributed
+
+
+def shared(batch: StepBatch, distributed: Distributed) -> StepBatch:
+    """Return rank 0's batch on every rank, where ranks other than 0 have no row yet; a collective."""
+    if distributed.world_size == 1:
+        return batch
+    payload = safetensors.numpy.save(_numbers(batch) | rollout_arrays(batch)) if distributed.is_main else b""
+    arrays = safetensors.numpy.load(distributed.broadcast_bytes(payload))
+    rows = batch.rows if distributed.is_main else RowsOfRank(len(arrays["row_lengths"]))
+    holdings = tuple(set[int]() for _ in range(distributed.world_size))
+    return DealtBatch(rows=rows, numbers=_NumbersOfRows.of(arrays), holdings=holdings, **rollout_values(arrays))
+
+
+class RowsOfRank(Sequence[TrainingRow]):
+    """All rows of a step by index, of which this rank has some."""
+
+    def __init__(self, total: int, rows: Mapping[int, TrainingRow] | None = None) -> None:
+        self._total = total
+        self.here = dict(rows or {})
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row. Raises `EvidenceError` for one that is on other ranks."""
+        if not 0 <= index < self._total:
+            raise IndexError(f"row {index} of {self._total}")
+        if index not in self.here:
+            raise EvidenceError(
+                f"row {index} of the step is not on this rank, which has {len(self.here)} of {self._total}: a rank has "
+                "the rows that it computes, and rank 0 has all"
+            )
+        return self.here[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _NumbersOfRows:
+    """What every rank has of all rows."""
+
+    layout: StepLayout
+    lengths: np.ndarray
+    """(R,) int64 tokens."""
+    of_tokens: Mapping[str, np.ndarray]
+    """(N,) values of trained tokens by the name of their array in `TrainingRow`."""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> _NumbersOfRows:
+        """Invert `_numbers`, among other arrays."""
+        start = np.concatenate([[0], np.cumsum(arrays["row_tokens"], dtype=np.int64)])
+        runs = {name: np.repeat(arrays[f"{name}_of_runs"], arrays[f"{name}_runs"]) for name in IN_RUNS}
+        return cls(
+            layout=StepLayout(token_start=start, rollout_index=arrays["row_index"]),
+            lengths=arrays["row_lengths"],
+            of_tokens={"sampling_logprobs": arrays["sampling_logprobs"], **runs},
+        )
+
+
+IN_RUNS = ("versions", "turns")
+"""Arrays of trained tokens that are equal over long runs, and travel as runs."""
+
+
+def _numbers(batch: StepBatch) -> dict[str, np.ndarray]:
+    arrays = {
+        "row_lengths": batch.row_lengths,
+        "row_tokens": np.diff(batch.layout.token_start),
+        "row_index": batch.layout.rollout_index,
+        "sampling_logprobs": batch.sampling_logprobs_N.numpy(),
+    }
+    for name, values_N in (("versions", batch.versions_N), ("turns", batch.turns_N)):
+        values = values_N.numpy().astype(np.int32)
+        starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))[: len(values)]
+        arrays |= {f"{name}_of_runs": values[starts], f"{name}_runs": np.diff([*starts, len(values)])}
+    return arrays
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DealtBatch(StepBatch):
+    """A step whose rows are dealt to the ranks that compute them. Rank 0 has all of them."""
+
+    numbers: _NumbersOfRows
+    holdings: tuple[set[int], ...]
+    """Rows that each rank has from rank 0, which keeps the list."""
+
+    @cached_property
+    def layout(self) -> StepLayout:
+        return self.numbers.layout
+
+    @cached_property
+    def row_lengths(self) -> np.ndarray:
+        return self.numbers.lengths
+
+    def share(self, make: Callable[[], Plan], distributed: Distributed) -> Share:
+        plan = distributed.together(lambda: make() if distributed.is_main else None)
+
+        def deal(rank: int) -> bytes:
+            assert plan is not None
+            return self._dealt(plan.share(rank), self.holdings[rank])
+
+        payload = distributed.scatter_bytes(deal)
+        return self._received(payload) if plan is None else plan.share(0)
+
+    def with_routes(self, routes: np.ndarray) -> StepBatch:
+        if not isinstance(self.rows, RowsOfRank):
+            return super().with_routes(routes)
+        bounds = np.cumsum([0, *self.row_lengths])
+        rows = {i: replace(row, routes=routes[bounds[i] : bounds[i + 1]]) for i, row in self.rows.here.items()}
+        return replace(self, rows=RowsOfRank(len(self.rows), rows))
+
+    def _trained(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(self.numbers.of_tokens[name])
+
+    def _dealt(self, share: Share, held: set[int]) -> bytes:
+        """Return the share of another rank, with the rows that it lacks; from here on it has them."""
+        missing = sorted({row for pack in share.packs for row in pack} - held)
+        held.update(missing)
+        arrays = row_arrays([self.rows[row] for row in missing]) | {
+            "indices": np.array(missing, dtype=np.int64),
+            "pack_rows": np.array([row for pack in share.packs for row in pack], dtype=np.int64),
+            "pack_sizes": np.array(list(map(len, share.packs)), dtype=np.int64),
+            "metrics": np.frombuffer(json.dumps(share.metrics).encode(), dtype=np.uint8),
+        }
+        return safetensors.numpy.save(arrays)
+
+    def _received(self, payload: bytes) -> Share:
+        """Keep the rows of a message of rank 0; return this rank's share."""
+        assert isinstance(self.rows, RowsOfRank)
+        arrays = safetensors.numpy.load(payload)
+        self.rows.here.update(zip(arrays["indices"].tolist(), rows_of(arrays), strict=True))
+        packs = np.split(arrays["pack_rows"], np.cumsum(arrays["pack_sizes"])[:-1])
+        return Share(
+            packs=tuple(tuple(pack.tolist()) for pack in packs), metrics=json.loads(arrays["metrics"].tobytes())
+        )
