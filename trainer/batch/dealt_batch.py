@@ -104,6 +104,24 @@ def _numbers(batch: StepBatch) -> dict[str, np.ndarray]:
     return arrays
 
 
+def _scattered(payload: Callable[[int], bytes], distributed: Distributed) -> bytes:
+    """Return on each rank what rank 0's `payload(rank)` returns for it, and no bytes on rank 0 itself.
+
+    Rank 0 makes one payload at a time, and drops it when it is sent.
+    """
+    size = torch.zeros(1, dtype=torch.int64)
+    if distributed.is_main:
+        for rank in range(1, distributed.world_size):
+            content = torch.frombuffer(bytearray(payload(rank)), dtype=torch.uint8)
+            distributed.send(size.fill_(len(content)), rank)
+            distributed.send(content, rank)
+        return b""
+    distributed.receive(size, 0)()
+    content = torch.zeros(int(size), dtype=torch.uint8)
+    distributed.receive(content, 0)()
+    return content.numpy().tobytes()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DealtBatch(StepBatch):
     """A step whose rows are dealt to the ranks that compute them. Rank 0 has all of them."""
@@ -127,7 +145,7 @@ class DealtBatch(StepBatch):
             assert plan is not None
             return self._dealt(plan.share(rank), self.holdings[rank])
 
-        payload = distributed.scatter_bytes(deal)
+        payload = _scattered(deal, distributed)
         return self._received(payload) if plan is None else plan.share(0)
 
     def with_routes(self, routes: np.ndarray) -> StepBatch:

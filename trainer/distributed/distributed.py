@@ -385,23 +385,6 @@ class Distributed:
         torch_dist.broadcast(buffer, src=0, group=self._control)
         return payload if self.is_main else buffer.numpy().tobytes()
 
-    def scatter_bytes(self, payload: Callable[[int], bytes]) -> bytes:
-        """Return on each rank what rank 0's `payload(rank)` returns for it, and no bytes on rank 0 itself.
-
-        Rank 0 makes one payload at a time, and drops it when it is sent.
-        """
-        size = torch.zeros(1, dtype=torch.int64)
-        if self.is_main:
-            for rank in range(1, self.world_size):
-                content = torch.frombuffer(bytearray(payload(rank)), dtype=torch.uint8)
-                self.send(size.fill_(len(content)), rank)
-                self.send(content, rank)
-            return b""
-        self.receive(size, 0)()
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        self.receive(content, 0)()
-        return content.numpy().tobytes()
-
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank."""
         if self._control is None:

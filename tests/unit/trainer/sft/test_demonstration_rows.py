@@ -13,6 +13,7 @@ import torch
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout
+from lockstep.trainer.batch.assignment import plan
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.teacher_settings import TeacherConfig
@@ -54,15 +55,19 @@ def test_each_epoch_takes_every_conversation_once_and_a_resumed_run_goes_on_with
 
 
 def test_every_rank_gets_the_rows_of_rank_0() -> None:
-    def draw(rank: FakeRank) -> tuple[list[list[int]], int]:
+    def draw(rank: FakeRank) -> tuple[dict[int, list[int]], int]:
         data = [fixed_demonstrations()] if rank.is_main else None
         demonstrations = Demonstrations(config(), rank, data)
         demonstrations.draw()
-        return ids(demonstrations.draw()), demonstrations.cursor
+        batch = demonstrations.draw()
+        share = batch.share(lambda: plan(batch.row_lengths.tolist(), num_ranks=2, token_budget=1000), rank)
+        rows = range(len(batch.rows)) if rank.is_main else [row for pack in share.packs for row in pack]
+        return {row: batch.rows[row].ids.tolist() for row in rows}, demonstrations.cursor
 
-    first, *others = on_ranks(3, draw)
-    assert first[1] == 4
-    assert all(other == first for other in others)
+    (all_rows, cursor), (own_rows, other_cursor) = on_ranks(2, draw)
+    assert cursor == other_cursor == 4
+    assert 0 < len(own_rows) < len(all_rows)
+    assert own_rows == {row: all_rows[row] for row in own_rows}
 
 
 @pytest.mark.parametrize(
