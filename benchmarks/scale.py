@@ -1,11 +1,12 @@
 """Cost of the drivers against up to 1,024 simulated engines: CPU per token, bytes per rank, the exchange of a step.
 
-    python benchmarks/scale.py [--only engines drivers ranks meetings http turns] [--base-ms 4.5 --per-request-ms 0.19]
+    python benchmarks/scale.py [--only engines drivers ranks ...] [--base-ms 4.5 --per-request-ms 0.19]
     python benchmarks/scale.py --fit          # the two numbers, of a real vLLM server with the demo's model
 
 Each rank is a process that drives its share of the episodes, as ranks of a run do. Real are the sampler, the chat
-template, records, rewards, the pool of engines, the meetings of the ranks over gloo, the rows of the step and their
-broadcast; of 16 requests one goes over HTTP to a scripted server. The engines are simulated
+template, records, rewards, the pool of engines, the meetings of the ranks over gloo, the rows of the step, their
+assignment to ranks and their way there, and what every rank computes over all tokens (advantages, correction weights,
+metrics); of 16 requests one goes over HTTP to a scripted server. The engines are simulated
 (`harness/simulated_engines.py`): a step takes `base + per request x running`, turns and their tokens are log-normal and
 alike within groups, and one engine in a hundred is lost at a drawn time. Their time passes on a virtual clock.
 
@@ -14,6 +15,7 @@ All times are CPU times of the ranks' processes, without the simulation's own. S
 engines   one driver, two rollouts per engine
 drivers   the largest load of that sweep, shared by 1, 2 and 4 drivers; the goal is 3 times the rate with 4
 ranks     the load per rank is constant; the goal is an exponent of 0.1 at most
+apart     the load of a rank in as many processes that share nothing: what the machine's cores and caches add
 meetings  the ranks meet with nothing to tell, as they do every 0.2 s while episodes run
 http      no request over HTTP, and all
 turns     short episodes, and as long as those of agents (median 29 turns, 90th percentile 56, 99th 85)
@@ -24,7 +26,6 @@ An exponent k is that of value ∝ size^k; 1 is linear.
 from __future__ import annotations
 
 import asyncio
-import math
 import multiprocessing
 import os
 import pickle
@@ -46,7 +47,8 @@ from aiohttp import web
 from harness.random_reward import __file__ as reward_file
 from harness.ranks import place
 from harness.real_server import ENVIRONMENT, server
-from harness.results import argument_parser, fitted_exponent, report, table
+from harness.results import argument_parser, report, table
+from harness.scale_tables import exponents, outlook, summary
 from harness.simulated_engines import (
     CpuMeter,
     EngineQueue,
@@ -65,18 +67,29 @@ from lockstep.rewards.workers.pool import Isolation
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import PooledEngine, Sampling
+from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
-from lockstep.trainer.batch.batch_bytes import decode, encode
+from lockstep.trainer.batch.assignment import Plan
+from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.prefix_bundles import plan_bundles
+from lockstep.trainer.batch.prefixes import token_keys
+from lockstep.trainer.batch.rows_ahead import RowsAhead
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
-from lockstep.trainer.collect.several_ranks import POLL_S, Meeting, SeveralRanks, pack
+from lockstep.trainer.collect.several_ranks import Meeting, SeveralRanks, pack
+from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
+from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
+from lockstep.trainer.credit.correction import StepCorrection
+from lockstep.trainer.credit.old_policy import FromUpdate
+from lockstep.trainer.credit.targets import Logprobs, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
+from lockstep.trainer.objective.correction.mismatch import mismatch_metrics
 
-SWEEPS = ("engines", "drivers", "ranks", "meetings", "http", "turns")
+SWEEPS = ("engines", "drivers", "ranks", "apart", "meetings", "http", "turns")
 SHORT = Lengths(median=3, sigma=0.5, longest=8)
 AGENTS = Lengths(median=29, sigma=0.49, longest=200)
 """Turns of episodes."""
@@ -85,6 +98,7 @@ TOKENS = Lengths(median=64, sigma=0.9, longest=512)
 ANSWER = "the tool says " * 8
 """Text with which the environment answers a turn."""
 MAX_MODEL_LEN = 2**17
+PACK_TOKENS = 16384
 MAX_RUNNING = 256
 LOST_SHARE = 0.01
 BASE_MS, PER_REQUEST_MS = 4.5, 0.19
@@ -92,8 +106,6 @@ BASE_MS, PER_REQUEST_MS = 4.5, 0.19
 WARM_UP_GROUPS = 2
 """Groups of each rank before the measurement, which import and connect what is used."""
 MEETINGS, POOL_REQUESTS = 100, 500
-GPUS, GPU_TOKENS, GPU_STEP_S = (8, 64, 256, 1024), 65536, 120.0
-"""Outlook: numbers of GPUs, tokens that each samples in a step, and the time of the step [s]."""
 T = TypeVar("T")
 FIT_TOKENS, FIT_REQUESTS, FIT_ROUNDS = 64, (1, 2, 4, 8, 16, 32, 64), 5
 
@@ -129,14 +141,18 @@ class Load:
 
 
 class CountingRank(Distributed):
-    """A rank that counts the bytes of rows that reach it."""
+    """A rank that counts the bytes that reach it: in broadcasts, and from one rank alone."""
 
-    row_bytes = 0
+    broadcast_size, sent_size = 0, 0
 
     def broadcast_bytes(self, payload: bytes) -> bytes:
         received = super().broadcast_bytes(payload)
-        self.row_bytes += len(received)
+        self.broadcast_size += len(received)
         return received
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> Callable[[], object]:
+        self.sent_size += tensor.nbytes
+        return super().receive(tensor, rank)
 
 
 class CountingDrivers(SeveralRanks):
@@ -228,6 +244,14 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
         episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
         sampling = Sampling(max_tokens=load.tokens.longest, stop_token_ids=chat.stop_token_ids)
 
+        ahead, making = RowsAhead(), CpuMeter()
+
+        def made_ahead(rollout: Rollout) -> None:
+            with making.counted():
+                make(rollout)
+
+        make = ahead.before(lambda rollout: None)
+
         def rollouts(count: int, step: int) -> list[Any]:
             groups = episodes.groups(
                 range(count),
@@ -236,15 +260,26 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
                 sampling=sampling,
                 step=step,
                 stage=lambda name: nullcontext(),
+                on_rollout=made_ahead,
             )
             return [rollout for group in groups for rollout in group]
 
         def share(rollouts: list[Any]) -> StepBatch:
-            """As `Trainer._share`."""
-            batch = ranks.together(lambda: StepBatch.of(rollouts, mask_truncated=False))
-            if load.ranks > 1:
-                batch = decode(ranks.broadcast_bytes(encode(batch) if ranks.is_main else b""))
+            """As `Trainer._share`, and the first pass of a step."""
+            batch = ranks.together(lambda: StepBatch.of(rollouts, mask_truncated=False, rows_of=ahead.of))
+            batch = shared(batch, ranks)
+
+            def assign() -> Plan:
+                with planning.counted():
+                    keys = [token_keys(row, with_routes=True) for row in batch.rows]
+                    return plan_bundles(keys, num_ranks=load.ranks, token_budget=PACK_TOKENS)
+
+            planning = CpuMeter()
+            batch.share(assign, ranks)
+            planned.append(planning.seconds)
             return batch
+
+        planned: list[float] = []
 
         async def thread_s() -> float:
             """Return the CPU time of the episodes: of their thread, without the simulation's own."""
@@ -263,28 +298,35 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             begun_at = loop.clock.now
             requests_before = sum(engine.num_requests for engine in engines)
             record_bytes.clear()
+            making.seconds = 0.0
             watch, thread_before_s = Stopwatch(meter), loop.run_real(thread_s())
             delivered = rollouts(load.num_groups, step=1)
             thread_after_s, driving_s = loop.run_real(thread_s()), watch.lap()
             virtual_s, arrived = loop.clock.now - begun_at, list(record_bytes)
-            ranks.row_bytes = 0  # decisions
+            ranks.broadcast_size = ranks.sent_size = 0  # decisions
             watch.lap()
             batch = share(delivered)
             sharing_s = watch.lap()
+            compute_over_all_tokens(batch)
+            computing_s = watch.lap()
             payload = pack(delivered)
             packing_s = watch.lap()
             pickle.loads(payload)  # noqa: S301  # of this process
             unpacking_s = watch.lap()
             pool_us = 1e6 * loop.run_real(pool_s(pool))
-        trained = sum(row.num_trained for row in batch.rows)
         if failed := [rollout.error for rollout in delivered if not rollout.is_trainable]:
             raise RuntimeError(f"{len(failed)} of {load.rollouts} rollouts failed: {failed[0]}")
         if server is not None:
             loop.run_real(server.close())
     return {
+        "engines": load.engines,
+        "rollouts": load.rollouts,
         "driving_s": driving_s,
         "episodes_s": thread_after_s - thread_before_s,
+        "making_s": making.seconds,
         "sharing_s": sharing_s,
+        "planning_s": planned[-1],
+        "computing_s": computing_s,
         "packing_s": packing_s,
         "unpacking_s": unpacking_s,
         "packed_bytes": len(payload),
@@ -292,12 +334,29 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
         "virtual_s": virtual_s,
         "meetings": len(arrived),
         "requests": sum(engine.num_requests for engine in engines) - requests_before,
-        "trained": trained,
+        "trained": batch.layout.num_tokens,
         "resent": pool.num_resent,
         "lost": len(lost),
         "record_bytes": sum(arrived),
-        "row_bytes": ranks.row_bytes,
+        "number_bytes": ranks.broadcast_size,
+        "row_bytes": ranks.sent_size,
     }
+
+
+def compute_over_all_tokens(batch: StepBatch) -> None:
+    """Compute what every rank computes in a step with default settings, but for the passes of the model."""
+    correction = StepCorrection.of(batch, FromUpdate(), CorrectionConfig())
+    rollout_targets(batch, Logprobs(old=FromUpdate()), correction, AlgorithmConfig())
+    trained_N = batch.sampling_logprobs_N + 0.01 * torch.rand(batch.layout.num_tokens)
+    mismatch_metrics(
+        trained_N,
+        batch.sampling_logprobs_N,
+        batch.rollout_N,
+        batch.num_rollouts,
+        correction=correction.measured(batch, trained_N),
+        version_T=batch.versions_N,
+        current_version=0,
+    )
 
 
 async def pool_s(pool: EnginePool) -> float:
@@ -353,6 +412,10 @@ class Field:
         """Return the costs of each rank."""
         return on_ranks(load.ranks, lambda rank, port: drive(rank, load, port, self._url, self._chat, self._words))
 
+    def apart(self, count: int, load: Load) -> list[dict[str, float]]:
+        """Return the costs of several processes at once, each of which is the only rank of its own."""
+        return on_ranks(count, lambda rank, port: drive(0, load, port, self._url, self._chat, self._words))
+
     def best(self, load: Load, repeats: int) -> list[dict[str, float]]:
         """Return the costs of the run whose busiest rank took the least CPU time; other load only adds to it."""
         runs = [self.measure(load) for _ in range(repeats)]
@@ -376,67 +439,6 @@ def on_ranks(ranks: int, work: Callable[[int, int], T]) -> list[T]:
     return results
 
 
-def summary(load: Load, costs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return a row of the table; times of several ranks are those of the busiest one, unless the name says other."""
-    main = costs[0]
-    requests, tokens = sum(int(cost["requests"]) for cost in costs), int(main["trained"])
-    total_s = sum(cost["driving_s"] for cost in costs)
-    busiest_s = max(cost["driving_s"] for cost in costs)
-    return {
-        "ranks": load.ranks,
-        "engines": load.engines,
-        "rollouts": load.rollouts,
-        "requests": requests,
-        "lost, sent again": f"{sum(int(cost['lost']) for cost in costs)}, {sum(int(cost['resent']) for cost in costs)}",
-        "tokens": tokens,
-        "virtual s": main["virtual_s"],
-        "meetings": int(main["meetings"]),
-        "CPU s": busiest_s,
-        "median": statistics.median(cost["driving_s"] for cost in costs),
-        "of it episodes": max(cost["episodes_s"] for cost in costs),
-        "tokens/CPU s": tokens / busiest_s,
-        "with rows": tokens / max(cost["driving_s"] + cost["sharing_s"] for cost in costs),
-        "µs/token": 1e6 * total_s / tokens,
-        "ms/request": 1e3 * total_s / requests,
-        "of it the pool": 1e-3 * main["pool_us"],
-        "records, MB": main["record_bytes"] / 1e6,
-        "rows, MB": main["row_bytes"] / 1e6,
-        "rows, CPU s": main["sharing_s"],
-        "rows, median": statistics.median(cost["sharing_s"] for cost in costs),
-    }
-
-
-def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return what a step costs outside the GPUs, from the numbers per token, byte and meeting.
-
-    Each GPU is a rank that drives its own engine, and samples `GPU_TOKENS` in a step of `GPU_STEP_S` seconds.
-    """
-    widest = measured["ranks"][-1]
-    driver_us = measured["http"][-1]["µs/token"]
-    row_bytes = 1e6 * widest["rows, MB"] / widest["tokens"]
-    row_us, other_row_us = (1e6 * widest[name] / widest["tokens"] for name in ("rows, CPU s", "rows, median"))
-    # With any number of ranks: it has three neighbors at most.
-    meeting_s = 1e-3 * max(row["busiest rank"] for row in measured["meetings"])
-    rows = []
-    for gpus in GPUS:
-        tokens = gpus * GPU_TOKENS
-        payload = tokens * row_bytes
-        rows.append(
-            {
-                "GPUs": gpus,
-                "driving, CPU s per rank": 1e-6 * driver_us * GPU_TOKENS,
-                "meetings, CPU s of the busiest rank": meeting_s * GPU_STEP_S / POLL_S,
-                "records to rank 0, GB": 1e-9 * tokens * unit["record_bytes_per_token"],
-                "records, CPU s of rank 0": 1e-6 * tokens * unit["unpacking_us_per_token"],
-                "rows to each rank, GB": 1e-9 * payload,
-                "rows, CPU s of rank 0": 1e-6 * tokens * row_us,
-                "rows, CPU s of others": 1e-6 * tokens * other_row_us,
-                "broadcast at 25 Gb/s, s": payload * math.ceil(math.log2(gpus)) / 3.125e9,
-            }
-        )
-    return rows
-
-
 def meetings(ranks: int, repeats: int) -> dict[str, Any]:
     """Return the row of the meetings of a number of ranks, of the cheapest run."""
     runs = [on_ranks(ranks, lambda rank, port: meet(rank, ranks, port)) for _ in range(repeats)]
@@ -447,6 +449,12 @@ def meetings(ranks: int, repeats: int) -> dict[str, Any]:
         "busiest rank": 1e3 * max(cost["cpu_s"] for cost in costs),
         "elapsed, ms": 1e3 * max(cost["elapsed_s"] for cost in costs),
     }
+
+
+def apart(field: Field, count: int, load: Load, repeats: int) -> dict[str, Any]:
+    """Return the row of a number of processes that share nothing, of the cheapest run."""
+    runs = [[cost["episodes_s"] for cost in field.apart(count, load)] for _ in range(repeats)]
+    return {"ranks": count, "of it episodes": max(min(runs, key=max))}
 
 
 def points(name: str, common: Mapping[str, float], *, is_quick: bool) -> list[Load]:
@@ -469,53 +477,6 @@ def points(name: str, common: Mapping[str, float], *, is_quick: bool) -> list[Lo
         case "turns":
             return [load(1, 64, 128, turns=turns) for turns in (SHORT, AGENTS)]
     raise ValueError(f"found {name}, expected one of {', '.join(SWEEPS)}")
-
-
-def exponents(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the exponents and ratios of a sweep."""
-    match name:
-        case "engines":
-            sizes = [row["engines"] for row in rows]
-            return {"cpu_by_engines": fitted_exponent(sizes, [row["CPU s"] for row in rows])}
-        case "drivers":
-            rates = {row["ranks"]: row["tokens/CPU s"] for row in rows}
-            whole = {row["ranks"]: row["with rows"] for row in rows}
-            return {
-                f"rate_of_{count}_drivers{name}": of[count] / of[1]
-                for name, of in (("", rates), ("_with_rows", whole))
-                for count in of
-                if count > 1
-            }
-        case "ranks":
-            shared = [row for row in rows if row["ranks"] > 1]  # a rank alone meets none and sends nothing
-            sizes = [row["ranks"] for row in shared]
-
-            def exponent(column: str, *, is_per_token: bool = False) -> float:
-                """is_per_token: of the value over the tokens of a rank, which are not quite the same in all points."""
-                own = [row["tokens"] / row["ranks"] if is_per_token else 1.0 for row in shared]
-                return fitted_exponent(sizes, [row[column] / tokens for row, tokens in zip(shared, own, strict=True)])
-
-            return {
-                "cpu_by_ranks": exponent("CPU s", is_per_token=True),
-                "cpu_median_by_ranks": exponent("median", is_per_token=True),
-                "episodes_by_ranks": exponent("of it episodes", is_per_token=True),
-                "record_bytes_by_ranks": exponent("records, MB"),
-                "row_bytes_by_ranks": exponent("rows, MB"),
-                "row_cpu_rank_0_by_ranks": exponent("rows, CPU s"),
-                "row_cpu_median_by_ranks": exponent("rows, median"),
-            }
-        case "meetings":
-            sizes, cpu_ms, busiest_ms = (
-                [row[name] for row in rows] for name in ("ranks", "ms/meeting", "busiest rank")
-            )
-            return {
-                "meeting_by_ranks": fitted_exponent(sizes, cpu_ms),
-                "meeting_of_busiest_rank_by_ranks": fitted_exponent(sizes, busiest_ms),
-            }
-        case "http":
-            local, remote = (row["ms/request"] for row in rows)
-            return {"http_ms_per_request": remote - local}
-    return {}
 
 
 def fit(rounds: int) -> list[dict[str, float]]:
@@ -570,10 +531,13 @@ def main() -> None:
         for name in args.only:
             if name == "meetings":
                 sweeps[name] = [meetings(ranks, args.repeats) for ranks in ((2, 4) if args.quick else (2, 4, 8, 16))]
+            elif name == "apart":
+                loads = points("ranks", common, is_quick=args.quick)
+                sweeps[name] = [apart(field, load.ranks, loads[0], args.repeats) for load in loads]
             else:
                 loads = points(name, common, is_quick=args.quick)
                 measured |= {load: field.best(load, args.repeats) for load in loads if load not in measured}
-                sweeps[name] = [summary(load, measured[load]) for load in loads]
+                sweeps[name] = [summary(measured[load]) for load in loads]
             numbers |= exponents(name, sweeps[name])
             print(f"\n{name}\n{table(sweeps[name])}", flush=True)
     alone = [cost for load, costs in measured.items() if load.ranks == 1 for cost in costs]

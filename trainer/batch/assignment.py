@@ -27,7 +27,7 @@ class Share(NamedTuple):
     packs: tuple[tuple[int, ...], ...]
     """Row indices of each microbatch; equally many microbatches on all ranks."""
     metrics: Mapping[str, float]
-    """Of the whole plan."""
+    """Metrics of the whole plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

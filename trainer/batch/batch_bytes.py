@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
@@ -48,11 +48,13 @@ def rollout_values(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {"teacher": teacher, **{name: arrays[name] for name in _ROLLOUT_ARRAYS}}
 
 
-def row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
-    """Return the arrays of rows, one after the other."""
+def row_arrays(rows: Sequence[TrainingRow], names: Iterable[str] = ROW_ARRAYS) -> dict[str, np.ndarray]:
+    """Return the arrays of rows, one after the other. names: of arrays with a value per token."""
     arrays: dict[str, np.ndarray] = {
-        name: np.concatenate([np.asarray(getattr(row, name), dtype=dtype) for row in rows] or [np.zeros(0, dtype)])
-        for name, dtype in ROW_ARRAYS.items()
+        name: np.concatenate(
+            [np.zeros(0, ROW_ARRAYS[name]), *(getattr(row, name) for row in rows)], dtype=ROW_ARRAYS[name]
+        )
+        for name in names
     }
     arrays |= {
         "row_lengths": np.array([len(row) for row in rows], dtype=np.int64),
@@ -76,7 +78,7 @@ def row_arrays(rows: Sequence[TrainingRow]) -> dict[str, np.ndarray]:
 
 
 def rows_of(arrays: Mapping[str, np.ndarray]) -> list[TrainingRow]:
-    """Invert `row_arrays`, among other arrays."""
+    """Invert `row_arrays` with all names, among other arrays."""
     bounds = np.concatenate([[0], np.cumsum(arrays["row_lengths"])])
     trained_bounds = np.concatenate([[0], np.cumsum(arrays["loss_mask"])])[bounds]
     sizes = arrays.get("support_sizes")

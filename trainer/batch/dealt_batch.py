@@ -1,11 +1,11 @@
 """A step on several ranks: numbers about all rows on every rank, and a row only where it is computed.
 
     rank 0   rows ─► lengths, counts, rewards, logprobs of the engine ─► every rank     `shared`
-                └─► plan ─► the rows of its packs ─► each rank                          `DealtBatch.share`
+                └─► plan ─► ids, masks and more of its packs' rows ─► each rank         `DealtBatch.share`
 
-Rank 0 plans, and sends a row to a rank when the rank first computes it. So a row travels once, or more often if several
-passes assign it to different ranks. All ranks have the same numbers, and compute what is counted or normalized over the
-step from them: no partition of the work can change it.
+Rank 0 plans, and sends to a rank what the numbers do not say of a row when the rank first computes it. So a row travels
+once, or more often if several passes assign it to different ranks. All ranks have the same numbers, and compute what is
+counted or normalized over the step from them: no partition of the work can change it.
 
 Shape legend: _R rows of the step, _N trained tokens of the step.
 """
@@ -66,7 +66,7 @@ class RowsOfRank(Sequence[TrainingRow]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _NumbersOfRows:
-    """What every rank has of all rows."""
+    """Numbers of all rows."""
 
     layout: StepLayout
     lengths: np.ndarray
@@ -86,8 +86,10 @@ class _NumbersOfRows:
         )
 
 
+ELSEWHERE = {"sampling_logprobs": 0.0, "versions": -1, "turns": -1}
+"""Arrays of a row that have a value of their own at trained tokens alone, and what they have elsewhere."""
 IN_RUNS = ("versions", "turns")
-"""Arrays of trained tokens that are equal over long runs, and travel as runs."""
+"""Those that are equal over long runs, and travel as runs."""
 
 
 def _numbers(batch: StepBatch) -> dict[str, np.ndarray]:
@@ -162,7 +164,7 @@ class DealtBatch(StepBatch):
         """Return the share of another rank, with the rows that it lacks; from here on it has them."""
         missing = sorted({row for pack in share.packs for row in pack} - held)
         held.update(missing)
-        arrays = row_arrays([self.rows[row] for row in missing]) | {
+        arrays = row_arrays([self.rows[row] for row in missing], names=("ids", "loss_mask")) | {
             "indices": np.array(missing, dtype=np.int64),
             "pack_rows": np.array([row for pack in share.packs for row in pack], dtype=np.int64),
             "pack_sizes": np.array(list(map(len, share.packs)), dtype=np.int64),
@@ -174,7 +176,13 @@ class DealtBatch(StepBatch):
         """Keep the rows of a message of rank 0; return this rank's share."""
         assert isinstance(self.rows, RowsOfRank)
         arrays = safetensors.numpy.load(payload)
-        self.rows.here.update(zip(arrays["indices"].tolist(), rows_of(arrays), strict=True))
+        indices, loss_mask, start = arrays["indices"], arrays["loss_mask"], self.layout.token_start
+        tokens = np.concatenate([np.zeros(0, int), *(np.arange(start[row], start[row + 1]) for row in indices)])
+        for name, elsewhere in ELSEWHERE.items():
+            values = self.numbers.of_tokens[name]
+            arrays[name] = np.full(len(loss_mask), elsewhere, dtype=values.dtype)
+            arrays[name][loss_mask] = values[tokens]
+        self.rows.here.update(zip(indices.tolist(), rows_of(arrays), strict=True))
         packs = np.split(arrays["pack_rows"], np.cumsum(arrays["pack_sizes"])[:-1])
         return Share(
             packs=tuple(tuple(pack.tolist()) for pack in packs), metrics=json.loads(arrays["metrics"].tobytes())

@@ -68,12 +68,14 @@ class Scorer:
         num_ranks, budget = self._distributed.world_size, token_budget or self.budget.tokens
         if self._shares_prefixes(batch, rows):
             keys = [token_keys(batch.rows[row], with_routes=self._with_routes) for row in rows]
-            made = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
+            assigned = plan_bundles(keys, num_ranks=num_ranks, token_budget=budget)
         else:
-            made = plan(batch.row_lengths[list(rows)].tolist(), num_ranks=num_ranks, token_budget=budget)
+            assigned = plan(batch.row_lengths[list(rows)].tolist(), num_ranks=num_ranks, token_budget=budget)
         return replace(
-            made,
-            microbatches=tuple(tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in made.microbatches),
+            assigned,
+            microbatches=tuple(
+                tuple(tuple(rows[i] for i in pack) for pack in packs) for packs in assigned.microbatches
+            ),
         )
 
     def packed(self, batch: StepBatch, pack: Sequence[int]) -> PackedBatch:
