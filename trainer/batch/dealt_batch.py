@@ -124,6 +124,19 @@ def _scattered(payload: Callable[[int], bytes], distributed: Distributed) -> byt
     return content.numpy().tobytes()
 
 
+def _collected(payload: bytes, distributed: Distributed) -> list[bytes]:
+    """Return the payloads of ranks 1 and up on rank 0, in their order; nothing elsewhere."""
+    sizes = distributed.gather(torch.tensor([len(payload)])).tolist()
+    if not distributed.is_main:
+        distributed.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0)
+        return []
+    contents = [torch.zeros(size, dtype=torch.uint8) for size in sizes[1:]]
+    waits = [distributed.receive(content, rank) for rank, content in enumerate(contents, 1)]
+    for wait in waits:
+        wait()
+    return [content.numpy().tobytes() for content in contents]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DealtBatch(StepBatch):
     """A step whose rows are dealt to the ranks that compute them. Rank 0 has all of them."""
@@ -150,12 +163,21 @@ class DealtBatch(StepBatch):
         payload = _scattered(deal, distributed)
         return self._received(payload) if plan is None else plan.share(0)
 
-    def with_routes(self, routes: np.ndarray) -> StepBatch:
-        if not isinstance(self.rows, RowsOfRank):
-            return super().with_routes(routes)
-        bounds = np.cumsum([0, *self.row_lengths])
-        rows = {i: replace(row, routes=routes[bounds[i] : bounds[i + 1]]) for i, row in self.rows.here.items()}
-        return replace(self, rows=RowsOfRank(len(self.rows), rows))
+    def with_routes(self, routes: Mapping[int, np.ndarray], distributed: Distributed) -> StepBatch:
+        own = sorted(routes)
+        sent = {"indices": np.array(own), "routes": np.concatenate([routes[row] for row in own])} if own else {}
+        payloads = _collected(b"" if distributed.is_main else safetensors.numpy.save(sent), distributed)
+        if not distributed.is_main:
+            rows = {row: replace(self.rows[row], routes=routes[row]) for row in own}
+            return replace(self, rows=RowsOfRank(len(self.rows), rows))
+        of_rows, holdings = dict(routes), [set[int]()]
+        for arrays in map(safetensors.numpy.load, payloads):
+            indices = arrays["indices"] if arrays else np.zeros(0, int)
+            parts = np.split(arrays["routes"], np.cumsum(self.row_lengths[indices])[:-1]) if arrays else []
+            of_rows |= dict(zip(indices.tolist(), parts, strict=True))
+            holdings.append(set(indices.tolist()))
+        rows = tuple(replace(row, routes=of_rows[index]) for index, row in enumerate(self.rows))
+        return replace(self, rows=rows, holdings=tuple(holdings))
 
     def _trained(self, name: str) -> torch.Tensor:
         return torch.from_numpy(self.numbers.of_tokens[name])

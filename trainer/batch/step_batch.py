@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +84,7 @@ class StepBatch:
         if with_routes:
             _check_routes(rows)
         else:
-            rows = tuple(replace(row, routes=None) for row in rows)
+            rows = tuple(row if row.routes is None else replace(row, routes=None) for row in rows)
         names = sorted({name for rollout in delivered_rollouts for name in rollout.rewards})
         weights = reward_weights or {}
         states: dict[Any, int] = {}
@@ -163,11 +162,12 @@ class StepBatch:
         """
         return make().share(distributed.rank)
 
-    def with_routes(self, routes: np.ndarray) -> StepBatch:
-        """Return the batch with other routes. routes: (tokens, layers, k) of all tokens of its rows, in order."""
-        bounds = pairwise(np.cumsum([0, *self.row_lengths]))
-        of_rows = zip(self.rows, bounds, strict=True)
-        return replace(self, rows=tuple(replace(row, routes=routes[start:end]) for row, (start, end) in of_rows))
+    def with_routes(self, routes: Mapping[int, np.ndarray], distributed: Distributed) -> StepBatch:
+        """Return the batch with other routes; a collective, if the rows of the step are dealt to ranks.
+
+        routes: (tokens, layers, k) by row index, of all rows of this rank's share.
+        """
+        return replace(self, rows=tuple(replace(row, routes=routes[index]) for index, row in enumerate(self.rows)))
 
     def _trained(self, name: str) -> torch.Tensor:
         parts = [getattr(row, name)[row.loss_mask] for row in self.rows]

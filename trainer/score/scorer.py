@@ -110,7 +110,8 @@ class Scorer:
         values: of a module with a critic; otherwise None. routes: of a mixture of experts; otherwise the same batch.
         """
         outputs_N, experts = self._run(batch, range(len(batch.rows)), with_values=values, with_routes=routes)
-        return outputs_N[0], outputs_N[1] if values else None, batch if experts is None else batch.with_routes(experts)
+        batch = batch.with_routes(experts, self._distributed) if routes else batch
+        return outputs_N[0], outputs_N[1] if values else None, batch
 
     def score_with_entropy(self, batch: StepBatch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return (N,) float32 logprobs and entropies [nats] of trained tokens, 0 outside of `rows`; a collective."""
@@ -126,11 +127,11 @@ class Scorer:
         with_values: bool = False,
         with_routes: bool = False,
         with_entropy: bool = False,
-    ) -> tuple[Tensor, np.ndarray | None]:
-        """Return (1 to 3, N) logprobs, values and entropies, and the (row tokens, layers, k) experts of all tokens."""
+    ) -> tuple[Tensor, dict[int, np.ndarray]]:
+        """Return (1 to 3, N) logprobs, values and entropies, and by row of this rank the experts of its tokens."""
         forward = partial(self._scores, with_values=with_values, with_routes=with_routes, with_entropy=with_entropy)
 
-        def all_packs(token_budget: int) -> tuple[Tensor, Tensor | None]:
+        def all_packs(token_budget: int) -> tuple[Tensor, dict[int, np.ndarray]]:
             packs = self.share(batch, rows, token_budget=token_budget).packs
             outputs_N = torch.zeros(1 + with_values + with_entropy, batch.layout.num_tokens)
             outputs: list[tuple[Tensor, Tensor]] = []
@@ -142,30 +143,28 @@ class Scorer:
                 routes += [] if routes_L is None else [routes_L]
             for index_T, output_T in outputs:  # after all passes, because a copy to the host waits for the device
                 outputs_N[:, index_T] = output_T.cpu()
-            return outputs_N, self._of_rows(batch, packs, routes) if routes else None
+            return outputs_N, self._of_rows(batch, packs, routes) if with_routes else {}
 
         lengths = batch.row_lengths[list(rows)].tolist()
         with torch.no_grad():
             outputs_N, routes = self.budget.attempt(all_packs, lengths, at_most=token_budget)
-        # Each token was scored on one rank, the others hold 0. Bytes of wider integers add up just as well.
-        experts = None if routes is None else self._distributed.sum(routes.view(torch.uint8)).view(routes.dtype).numpy()
-        return self._distributed.sum(outputs_N), experts
+        return self._distributed.sum(outputs_N), routes  # each token was scored on one rank, the others hold 0
 
-    def _of_rows(self, batch: StepBatch, packs: Sequence[Sequence[int]], routes: Sequence[Tensor]) -> Tensor:
-        """Return the (row tokens, layers, k) experts of all rows, 0 for those of other ranks.
+    def _of_rows(
+        self, batch: StepBatch, packs: Sequence[Sequence[int]], routes: Sequence[Tensor]
+    ) -> dict[int, np.ndarray]:
+        """Return the (tokens, layers, k) experts of each row of this rank's packs.
 
-        routes: (L, layers, k) of each pack of this rank.
+        routes: (L, layers, k) of each pack.
         """
-        starts = np.cumsum([0, *batch.row_lengths])
-        of_rows = torch.zeros((int(starts[-1]), *routes[0].shape[1:]), dtype=routes[0].dtype)
+        of_rows = {}
         for pack, routes_L in zip(packs, routes, strict=True):
             if pack:
-                on_host = routes_L.cpu()
+                on_host = routes_L.cpu().numpy()
                 places = row_places(
                     batch.rows, pack, share_prefixes=self._shares_prefixes(batch, pack), with_routes=self._with_routes
                 )
-                for row, place in zip(pack, places, strict=True):
-                    of_rows[starts[row] : starts[row + 1]] = on_host[torch.from_numpy(place)]
+                of_rows |= {row: on_host[place] for row, place in zip(pack, places, strict=True)}
         return of_rows
 
     def _scores(

@@ -217,21 +217,37 @@ def test_a_plan_that_fails_ends_all_ranks() -> None:
     assert all("no plan" in text for text in on_ranks(RANKS, deal))
 
 
-def test_experts_of_a_pass_replace_those_of_the_rows_that_a_rank_has() -> None:
+def test_experts_of_a_pass_go_to_rank_0_and_from_there_to_other_ranks() -> None:
     batch = with_everything()
-    experts = np.random.default_rng(0).integers(0, 9, (int(batch.row_lengths.sum()), 2, 2)).astype(np.uint8)
-    expected = batch.with_routes(experts)
+    ends = np.cumsum([0, *batch.row_lengths])
+    experts = np.random.default_rng(0).integers(0, 9, (int(ends[-1]), 2, 2)).astype(np.uint8)
+    of_rows = {row: experts[ends[row] : ends[row + 1]] for row in range(len(batch.rows))}
+    expected = batch.with_routes(of_rows, FakeRank())
 
     def route(rank: FakeRank) -> int:
         mine = shared(batch, rank)
-        mine.share(lambda: plan_of(batch), rank)
-        routed = mine.with_routes(experts)
+        passed = mine.share(lambda: plan_of(batch), rank)
+        routed = mine.with_routes({row: of_rows[row] for pack in passed.packs for row in pack}, rank)
         share = routed.share(lambda: plan_of(batch, token_budget=50), rank)
-        rows = [row for pack in share.packs for row in pack]
+        rows = {row for pack in share.packs for row in pack}
         assert all(same_row(routed.rows[row], expected.rows[row]) for row in rows)
         return len(rows)
 
     assert sum(on_ranks(RANKS, route)) == len(batch.rows)
+
+
+def test_a_rank_without_rows_has_no_experts_to_send() -> None:
+    batch = a_batch(2)
+    of_rows = {row: np.full((len(batch.rows[row]), 1, 1), row, dtype=np.uint8) for row in range(len(batch.rows))}
+
+    def route(rank: FakeRank) -> bool:
+        mine = shared(batch, rank)
+        share = mine.share(lambda: plan_of(batch, token_budget=1000, ranks=5), rank)
+        routed = mine.with_routes({row: of_rows[row] for pack in share.packs for row in pack}, rank)
+        share = routed.share(lambda: plan_of(batch, token_budget=1000, ranks=5), rank)
+        return all(routed.rows[row].routes[0, 0, 0] == row for pack in share.packs for row in pack)
+
+    assert all(on_ranks(5, route))
 
 
 def test_one_rank_keeps_its_batch() -> None:
