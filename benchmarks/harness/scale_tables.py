@@ -53,6 +53,17 @@ def summary(costs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     }
 
 
+def of_step(several: Sequence[Mapping[str, Any]], column: str, gpus: int) -> float:
+    """Return a column for a step of many GPUs, by a straight line through its value per token of a rank.
+
+    several: rows of the sweep over ranks. A line that falls is taken as a constant: nothing gets cheaper by more ranks.
+    """
+    own = [row[column] * row["ranks"] / row["tokens"] for row in several]
+    ranks = [row["ranks"] for row in several]
+    slope = max(statistics.linear_regression(ranks, own).slope, 0.0)
+    return GPU_TOKENS * max(statistics.mean(own) + slope * (gpus - statistics.mean(ranks)), 0.0)
+
+
 def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return what a step costs outside the GPUs, from the numbers per token, byte and meeting.
 
@@ -64,21 +75,15 @@ def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[s
     # With any number of ranks: it has three neighbors at most.
     meeting_s = 1e-3 * max(row["busiest rank"] for row in measured["meetings"])
 
-    def of_step(column: str, gpus: int) -> float:
-        own = [row[column] * row["ranks"] / row["tokens"] for row in several]
-        ranks = [row["ranks"] for row in several]
-        slope = max(statistics.linear_regression(ranks, own).slope, 0.0)  # noise may make a constant fall
-        return GPU_TOKENS * max(statistics.mean(own) + slope * (gpus - statistics.mean(ranks)), 0.0)
-
     rows = []
     for gpus in GPUS:
         tokens = gpus * GPU_TOKENS
-        numbers_mb, rows_mb = of_step("numbers, MB", gpus), of_step("rows, MB", gpus)
+        numbers_mb, rows_mb = of_step(several, "numbers, MB", gpus), of_step(several, "rows, MB", gpus)
         parts = {
-            "rows, CPU s of rank 0": of_step("rows, CPU s", gpus),
+            "rows, CPU s of rank 0": of_step(several, "rows, CPU s", gpus),
             "numbers through a tree at 25 Gb/s, s": numbers_mb * math.ceil(math.log2(gpus)) / NETWORK_MB_S,
             "rows from rank 0 at 25 Gb/s, s": rows_mb * (gpus - 1) / NETWORK_MB_S,
-            "over all tokens, CPU s of each rank": of_step("over all tokens, CPU s", gpus),
+            "over all tokens, CPU s of each rank": of_step(several, "over all tokens, CPU s", gpus),
         }
         rows.append(
             {
@@ -87,10 +92,10 @@ def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[s
                 "meetings, CPU s of the busiest rank": meeting_s * GPU_STEP_S / POLL_S,
                 "records to rank 0, GB": 1e-9 * tokens * unit["record_bytes_per_token"],
                 "records, CPU s of rank 0": 1e-6 * tokens * unit["unpacking_us_per_token"],
-                "rows made ahead, CPU s of rank 0": of_step("rows made ahead, CPU s", gpus),
+                "rows made ahead, CPU s of rank 0": of_step(several, "rows made ahead, CPU s", gpus),
                 "numbers to each rank, MB": numbers_mb,
                 "rows to each rank, MB": rows_mb,
-                "rows, CPU s of others": of_step("rows, median", gpus),
+                "rows, CPU s of others": of_step(several, "rows, median", gpus),
                 **parts,
                 "share of the step in which GPUs wait": sum(parts.values()) / GPU_STEP_S,
             }

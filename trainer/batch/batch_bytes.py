@@ -27,25 +27,24 @@ _ROLLOUT_ARRAYS = [field.name for field in fields(StepBatch) if field.name not i
 
 def encode(batch: StepBatch) -> bytes:
     """Serialize a batch for `decode` as safetensors, which runs no code when it is read."""
-    return safetensors.numpy.save(row_arrays(batch.rows) | rollout_arrays(batch))
+    teacher = {} if batch.teacher is None else batch.teacher.arrays()
+    return safetensors.numpy.save(row_arrays(batch.rows) | rollout_arrays(batch) | teacher)
 
 
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
-    return StepBatch(rows=tuple(rows_of(arrays)), **rollout_values(arrays))
+    teacher = TeacherScores.from_arrays(arrays) if any(name.startswith(PREFIX) for name in arrays) else None
+    return StepBatch(rows=tuple(rows_of(arrays)), teacher=teacher, **rollout_values(arrays))
 
 
 def rollout_arrays(batch: StepBatch) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch that are not of rows."""
-    arrays = {name: getattr(batch, name) for name in _ROLLOUT_ARRAYS}
-    return arrays if batch.teacher is None else arrays | batch.teacher.arrays()
+    """Return the arrays of a batch with values per rollout or turn."""
+    return {name: getattr(batch, name) for name in _ROLLOUT_ARRAYS}
 
 
 def rollout_values(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the fields of a batch but for its rows. arrays: of `rollout_arrays`, among others."""
-    has_teacher = any(name.startswith(PREFIX) for name in arrays)
-    teacher = TeacherScores.from_arrays(arrays) if has_teacher else None
-    return {"teacher": teacher, **{name: arrays[name] for name in _ROLLOUT_ARRAYS}}
+    """Return the fields of a batch for `rollout_arrays`, among other arrays."""
+    return {name: arrays[name] for name in _ROLLOUT_ARRAYS}
 
 
 def row_arrays(rows: Sequence[TrainingRow], names: Iterable[str] = ROW_ARRAYS) -> dict[str, np.ndarray]:

@@ -28,6 +28,7 @@ from lockstep.trainer.batch.assignment import Plan, Share
 from lockstep.trainer.batch.batch_bytes import rollout_arrays, rollout_values, row_arrays, rows_of
 from lockstep.trainer.batch.packing import StepLayout
 from lockstep.trainer.batch.step_batch import StepBatch
+from lockstep.trainer.batch.teacher_scores import TeacherScores
 from lockstep.trainer.distributed.distributed import Distributed
 
 
@@ -37,9 +38,13 @@ def shared(batch: StepBatch, distributed: Distributed) -> StepBatch:
         return batch
     payload = safetensors.numpy.save(_numbers(batch) | rollout_arrays(batch)) if distributed.is_main else b""
     arrays = safetensors.numpy.load(distributed.broadcast_bytes(payload))
-    rows = batch.rows if distributed.is_main else RowsOfRank(len(arrays["row_lengths"]))
-    holdings = tuple(set[int]() for _ in range(distributed.world_size))
-    return DealtBatch(rows=rows, numbers=_NumbersOfRows.of(arrays), holdings=holdings, **rollout_values(arrays))
+    return DealtBatch(
+        rows=batch.rows if distributed.is_main else RowsOfRank(len(arrays["row_lengths"])),
+        numbers=_NumbersOfRows.of(arrays),
+        holdings=tuple(set() for _ in range(distributed.world_size)),
+        teacher=batch.teacher if distributed.is_main else TeacherOfRank.of(arrays),
+        **rollout_values(arrays),
+    )
 
 
 class RowsOfRank(Sequence[TrainingRow]):
@@ -62,6 +67,35 @@ class RowsOfRank(Sequence[TrainingRow]):
                 "the rows that it computes, and rank 0 has all"
             )
         return self.here[index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherOfRank(TeacherScores):
+    """A teacher's scores, with the most probable tokens of those rows that this rank has, and 0 elsewhere."""
+
+    mass: np.ndarray
+    """(N,) float64."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: rank 0 has checked the scores."""
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> TeacherOfRank | None:
+        """Return the scores that `_numbers` names, among other arrays, before any row has come; None if it has none."""
+        if "logp_of_teacher" not in arrays:
+            return None
+        shape = len(logp := arrays["logp_of_teacher"]), int(arrays["top_k_of_teacher"][0])
+        return cls(
+            logp=logp,
+            top_ids=np.zeros(shape, np.int32),  # takes memory only where it is written
+            top_logp=np.zeros(shape, np.float32),
+            version=arrays["version_of_teacher"],
+            mass=arrays["mass_of_teacher"],
+        )
+
+    @property
+    def top_mass_N(self) -> torch.Tensor:
+        return torch.from_numpy(self.mass)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +122,8 @@ class _NumbersOfRows:
 
 ELSEWHERE = {"sampling_logprobs": 0.0, "versions": -1, "turns": -1}
 """Arrays of a row that have a value of their own at trained tokens alone, and what they have elsewhere."""
+OF_TEACHER = ("top_ids", "top_logp")
+"""Scores of a teacher that travel with the rows."""
 IN_RUNS = ("versions", "turns")
 """Those that are equal over long runs, and travel as runs."""
 
@@ -103,6 +139,9 @@ def _numbers(batch: StepBatch) -> dict[str, np.ndarray]:
         values = values_N.numpy().astype(np.int32)
         starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))[: len(values)]
         arrays |= {f"{name}_of_runs": values[starts], f"{name}_runs": np.diff([*starts, len(values)])}
+    if (teacher := batch.teacher) is not None:
+        arrays |= {"logp_of_teacher": teacher.logp, "mass_of_teacher": teacher.top_mass_N.numpy()}
+        arrays |= {"version_of_teacher": teacher.version, "top_k_of_teacher": np.array([teacher.top_ids.shape[1]])}
     return arrays
 
 
@@ -165,8 +204,8 @@ class DealtBatch(StepBatch):
 
     def with_routes(self, routes: Mapping[int, np.ndarray], distributed: Distributed) -> StepBatch:
         own = sorted(routes)
-        sent = {"indices": np.array(own), "routes": np.concatenate([routes[row] for row in own])} if own else {}
-        payloads = _collected(b"" if distributed.is_main else safetensors.numpy.save(sent), distributed)
+        message = {"indices": np.array(own), "routes": np.concatenate([routes[row] for row in own])} if own else {}
+        payloads = _collected(b"" if distributed.is_main else safetensors.numpy.save(message), distributed)
         if not distributed.is_main:
             rows = {row: replace(self.rows[row], routes=routes[row]) for row in own}
             return replace(self, rows=RowsOfRank(len(self.rows), rows))
@@ -179,6 +218,11 @@ class DealtBatch(StepBatch):
         rows = tuple(replace(row, routes=of_rows[index]) for index, row in enumerate(self.rows))
         return replace(self, rows=rows, holdings=tuple(holdings))
 
+    def _tokens(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the indices of the trained tokens of rows, among those of the step."""
+        start = self.layout.token_start
+        return np.concatenate([np.zeros(0, int), *(np.arange(start[row], start[row + 1]) for row in rows)])
+
     def _trained(self, name: str) -> torch.Tensor:
         return torch.from_numpy(self.numbers.of_tokens[name])
 
@@ -186,7 +230,10 @@ class DealtBatch(StepBatch):
         """Return the share of another rank, with the rows that it lacks; from here on it has them."""
         missing = sorted({row for pack in share.packs for row in pack} - held)
         held.update(missing)
-        arrays = row_arrays([self.rows[row] for row in missing], names=("ids", "loss_mask")) | {
+        tokens = self._tokens(missing)
+        scores = {name: getattr(self.teacher, name)[tokens] for name in OF_TEACHER} if self.teacher else {}
+        arrays = row_arrays([self.rows[row] for row in missing], names=("ids", "loss_mask")) | scores
+        arrays |= {
             "indices": np.array(missing, dtype=np.int64),
             "pack_rows": np.array([row for pack in share.packs for row in pack], dtype=np.int64),
             "pack_sizes": np.array(list(map(len, share.packs)), dtype=np.int64),
@@ -198,8 +245,10 @@ class DealtBatch(StepBatch):
         """Keep the rows of a message of rank 0; return this rank's share."""
         assert isinstance(self.rows, RowsOfRank)
         arrays = safetensors.numpy.load(payload)
-        indices, loss_mask, start = arrays["indices"], arrays["loss_mask"], self.layout.token_start
-        tokens = np.concatenate([np.zeros(0, int), *(np.arange(start[row], start[row + 1]) for row in indices)])
+        indices, loss_mask = arrays["indices"], arrays["loss_mask"]
+        tokens = self._tokens(indices)
+        for name in OF_TEACHER if self.teacher else ():
+            getattr(self.teacher, name)[tokens] = arrays[name]
         for name, elsewhere in ELSEWHERE.items():
             values = self.numbers.of_tokens[name]
             arrays[name] = np.full(len(loss_mask), elsewhere, dtype=values.dtype)

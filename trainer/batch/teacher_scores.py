@@ -138,3 +138,8 @@ class TeacherScores:
     @property
     def top_logp_NE(self) -> torch.Tensor:
         return torch.from_numpy(self.top_logp)
+
+    @property
+    def top_mass_N(self) -> torch.Tensor:
+        """(N,) float64 probability of the most probable tokens together; 0 if there are none."""
+        return self.top_logp_NE.double().exp().sum(1)

@@ -87,7 +87,7 @@ def trained_rollout_metrics(
     if batch.teacher is not None:
         from lockstep.trainer.objective.distillation.sampled import teacher_metrics  # other runs do not load it
 
-        metrics |= teacher_metrics(trained_N, batch.teacher.logp_N, batch.teacher.top_logp_NE)
+        metrics |= teacher_metrics(trained_N, batch.teacher.logp_N, batch.teacher.top_mass_N)
     return metrics
 
 

@@ -20,6 +20,7 @@ from tests.fixtures.tokenizers import chat_tokenizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as Python does for a script
 
+from harness import scale_tables
 from harness.simulated_engines import CpuMeter, EngineQueue, Lengths, Script, SimulatedEngine, normal
 from harness.virtual_clock import VirtualBackgroundLoop, VirtualClock
 
@@ -206,21 +207,47 @@ def test_a_step_of_one_driver_has_its_costs():
     costs = scale.drive(0, load, 0, "", chat, words)
     assert costs["requests"] >= 8
     assert costs["virtual_s"] > 1.0
-    row = scale.summary(load, [costs])
+    row = scale_tables.summary([costs])
     assert row["tokens/CPU s"] * row["µs/token"] == pytest.approx(1e6)
-    assert row["records, MB"] == row["rows, MB"] == 0.0  # no other rank gets them
+    assert row["rows made ahead, CPU s"] > 0
+    assert row["records, MB"] == row["numbers, MB"] == row["rows, MB"] == 0.0  # no other rank gets them
 
 
-def test_the_outlook_takes_the_tokens_of_all_gpus_to_every_rank():
-    ranks = {"tokens": 1000, "rows, MB": 0.02, "rows, CPU s": 0.003, "rows, median": 0.001}
+def test_the_outlook_grows_with_the_tokens_of_all_gpus_but_for_what_a_rank_has_alone():
+    def costs(ranks: int) -> dict[str, float]:
+        """Return costs of ranks with 1,000 tokens each: 2 µs for each token of a rank, and 3 for each of all."""
+        per_token = 2 + 3 * ranks
+        return {
+            "ranks": ranks,
+            "tokens": 1000 * ranks,
+            "rows, MB": 0.02,
+            "numbers, MB": 0.005 * ranks,
+            "rows, CPU s": 1e-3 * per_token,
+            "rows, median": 1e-3,
+            "rows made ahead, CPU s": 4e-4 * ranks,
+            "over all tokens, CPU s": 1e-4 * ranks,
+        }
+
     meetings = [{"busiest rank": 2.0}, {"busiest rank": 1.0}]
     unit = {"record_bytes_per_token": 10.0, "unpacking_us_per_token": 0.5}
-    measured = {"ranks": [ranks], "http": [{"µs/token": 20.0}], "meetings": meetings}
-    small, *_, large = scale.outlook(measured, unit)
-    assert (small["GPUs"], large["GPUs"]) == (8, 1024)
-    assert small["rows to each rank, GB"] == pytest.approx(8 * scale.GPU_TOKENS * 20 / 1e9)
-    assert large["rows to each rank, GB"] == pytest.approx(128 * small["rows to each rank, GB"])
-    assert large["driving, CPU s per rank"] == small["driving, CPU s per rank"]
-    for row in (small, large):
-        assert row["meetings, CPU s of the busiest rank"] == pytest.approx(2e-3 * scale.GPU_STEP_S / scale.POLL_S)
-    assert large["broadcast at 25 Gb/s, s"] == pytest.approx(large["rows to each rank, GB"] * 10 / 3.125)
+    measured = {"ranks": [costs(ranks) for ranks in (1, 2, 4, 8)], "http": [{"µs/token": 20.0}], "meetings": meetings}
+    outlook = scale_tables.outlook(measured, unit)
+    assert [row["GPUs"] for row in outlook] == list(scale_tables.GPUS)
+    thousands = scale_tables.GPU_TOKENS / 1000
+    for row in outlook:
+        gpus = row["GPUs"]
+        assert row["rows to each rank, MB"] == pytest.approx(0.02 * thousands)
+        assert row["numbers to each rank, MB"] == pytest.approx(0.005 * thousands * gpus)
+        assert row["rows, CPU s of rank 0"] == pytest.approx(1e-3 * (2 + 3 * gpus) * thousands)
+        assert row["rows, CPU s of others"] == pytest.approx(1e-3 * thousands)
+        assert row["rows from rank 0 at 25 Gb/s, s"] == pytest.approx(0.02 * thousands * (gpus - 1) / 3125)
+        assert row["driving, CPU s per rank"] == pytest.approx(20e-6 * scale_tables.GPU_TOKENS)
+        assert row["meetings, CPU s of the busiest rank"] == pytest.approx(2e-3 * 120 / scale.POLL_S)
+        waits = [row[name] for name in row if name.endswith("at 25 Gb/s, s")]
+        waits += [row["rows, CPU s of rank 0"], row["over all tokens, CPU s of each rank"]]
+        assert row["share of the step in which GPUs wait"] == pytest.approx(sum(waits) / scale_tables.GPU_STEP_S)
+
+
+def test_a_constant_whose_measurements_fall_stays_what_they_are_on_average():
+    rows = [{"ranks": ranks, "tokens": 100 * ranks, "value": value} for ranks, value in ((2, 3.0), (4, 2.0), (8, 1.0))]
+    assert scale_tables.of_step(rows, "value", 1024) == pytest.approx(2.0 / 100 * scale_tables.GPU_TOKENS)

@@ -26,8 +26,10 @@ def teacher_advantages(old_N: Tensor, teacher_N: Tensor, *, coef: float) -> Tens
     return coef * (teacher_N - old_N)
 
 
-def teacher_metrics(student_N: Tensor, teacher_N: Tensor, top_NE: Tensor) -> dict[str, float]:
+def teacher_metrics(student_N: Tensor, teacher_N: Tensor, mass_N: Tensor) -> dict[str, float]:
     """Return the distance of the student from the teacher before the update; empty without tokens.
+
+    mass_N: probability of the teacher's most probable tokens together; 0 if it names none.
 
     Means over the trained tokens, with d = log π_student − log π_teacher of the sampled token:
 
@@ -44,8 +46,8 @@ def teacher_metrics(student_N: Tensor, teacher_N: Tensor, top_NE: Tensor) -> dic
         "teacher/kl_k3": float(k3(-diff_N).mean()),
         "teacher/logp": float(teacher_N.double().mean()),
     }
-    if top_NE.shape[1]:
-        metrics["teacher/top_mass"] = float(top_NE.double().exp().sum(1).mean())
+    if mass_N.any():
+        metrics["teacher/top_mass"] = float(mass_N.mean())
     return metrics
 
 

@@ -131,7 +131,8 @@ def test_all_ranks_have_the_numbers_of_all_rows(batch: StepBatch) -> None:
         tensors = (mine.sampling_logprobs_N, mine.versions_N, mine.turns_N, mine.rollout_N)
         layout = (mine.layout.token_start, mine.layout.rollout_index, mine.row_lengths)
         of_rollouts = [getattr(mine, one.name) for one in fields(StepBatch) if one.name not in ("rows", "teacher")]
-        teacher = [] if mine.teacher is None else list(mine.teacher.arrays().values())
+        scores = mine.teacher
+        teacher = [] if scores is None else [scores.logp_N, scores.version, scores.top_mass_N]
         dtypes = [tensor.dtype for tensor in tensors if len(tensor)]
         return [*map(np.asarray, (*tensors, *layout, *of_rollouts, *teacher)), dtypes, len(mine.rows)]
 
@@ -152,6 +153,12 @@ def test_a_rank_has_the_rows_of_its_packs_and_refuses_others(batch: StepBatch) -
         assert share == expected.share(rank.rank)
         own = {row for pack in share.packs for row in pack}
         assert all(same_row(mine.rows[row], batch.rows[row]) for row in own)
+        if batch.teacher is not None:
+            assert mine.teacher is not None
+            is_own = np.isin(np.repeat(np.arange(len(batch.rows)), np.diff(batch.layout.token_start)), list(own))
+            np.testing.assert_array_equal(mine.teacher.top_ids[is_own], batch.teacher.top_ids[is_own])
+            np.testing.assert_array_equal(mine.teacher.top_logp[is_own], batch.teacher.top_logp[is_own])
+            assert rank.is_main or not mine.teacher.top_logp[~is_own].any()
         if rank.is_main:
             assert all(same_row(mine.rows[row], batch.rows[row]) for row in range(len(batch.rows)))
             return len(own)

@@ -113,16 +113,22 @@ def taught(rank: FakeRank, **settings: Any) -> Demonstrations:
 
 
 def test_every_rank_gets_the_scores_of_the_teacher_with_the_rows() -> None:
-    def draw(rank: FakeRank) -> bytes:
+    def draw(rank: FakeRank) -> dict[int, list[Any]]:
         demonstrations = taught(rank)
         demonstrations.draw()
-        scores = demonstrations.draw().teacher
-        assert scores is not None
-        return scores.top_logp.tobytes() + scores.top_ids.tobytes()
+        batch = demonstrations.draw()
+        share = batch.share(lambda: plan(batch.row_lengths.tolist(), num_ranks=2, token_budget=1000), rank)
+        assert batch.teacher is not None
+        scores, start = batch.teacher, batch.layout.token_start
+        return {
+            row: [one[start[row] : start[row + 1]].tolist() for one in (scores.logp, scores.top_ids, scores.top_logp)]
+            for row in (range(len(batch.rows)) if rank.is_main else [row for pack in share.packs for row in pack])
+        }
 
-    first, *others = on_ranks(3, draw)
-    assert len(first) > 100
-    assert all(other == first for other in others)
+    of_all_rows, of_own_rows = on_ranks(2, draw)
+    assert 0 < len(of_own_rows) < len(of_all_rows)
+    assert of_own_rows == {row: of_all_rows[row] for row in of_own_rows}
+    assert all(len(logp) == len(top_ids) > 0 for logp, top_ids, _ in of_all_rows.values())
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
