@@ -242,7 +242,7 @@ def test_the_outlook_grows_with_the_tokens_of_all_gpus_but_for_what_a_rank_has_a
         assert row["rows, CPU s of others"] == pytest.approx(1e-3 * thousands)
         assert row["rows from rank 0 at 25 Gb/s, s"] == pytest.approx(0.02 * thousands * (gpus - 1) / 3125)
         assert row["driving, CPU s per rank"] == pytest.approx(20e-6 * scale_tables.GPU_TOKENS)
-        assert row["meetings, CPU s of the busiest rank"] == pytest.approx(2e-3 * 120 / scale.POLL_S)
+        assert row["meetings, CPU s of the busiest rank"] == pytest.approx(2e-3 * 120 / scale_tables.POLL_S)
         waits = [row[name] for name in row if name.endswith("at 25 Gb/s, s")]
         waits += [row["rows, CPU s of rank 0"], row["over all tokens, CPU s of each rank"]]
         assert row["share of the step in which GPUs wait"] == pytest.approx(sum(waits) / scale_tables.GPU_STEP_S)
