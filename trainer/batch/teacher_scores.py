@@ -1,4 +1,4 @@
-"""A teacher's scores of the trained tokens of a step, the same on every rank.
+"""A teacher's scores of the trained tokens of a step.
 
 Dimensions: _N trained tokens of the step, _E most probable tokens of the teacher.
 """

@@ -106,7 +106,7 @@ class Demonstrations:
         return 0 if self._order is None else len(self._order)
 
     def draw(self, stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()) -> StepBatch:
-        """Return the rows of the next optimizer step, with a teacher's scores, the same on every rank; a collective.
+        """Return the rows of the next optimizer step, with a teacher's scores: one batch for all ranks; a collective.
 
         stage: times what is named, the rows as `data` and their scores as `teacher`.
         """

@@ -8,8 +8,8 @@
 
 Components over the rollouts share one token set and its forward passes; policy, KL, entropy and value loss also share
 D_c (`algorithm.normalizer`), and are added per token before they are divided. A component with rows of its own
-(`GivenRows`: demonstrations) adds a token set, whose packs are further microbatches of the same step. Every rank holds
-all rows of a step, so D_c is counted over all of them, and no partition of the work can change it.
+(`GivenRows`: demonstrations) adds a token set, whose packs are further microbatches of the same step. Every rank has
+the numbers of all rows of a step, so D_c is counted over all of them, and no partition of the work can change it.
 
 Dimensions: _N trained tokens of the token set's batch, _S its rollouts, _T those trained tokens of a microbatch that
 the mask of the token set keeps.
@@ -219,7 +219,7 @@ class GivenRows(Protocol):
         ...
 
     def draw(self, stage: Callable[[str], AbstractContextManager[None]]) -> StepBatch:
-        """Return the rows of the next optimizer step, the same on every rank; a collective. stage: times its parts."""
+        """Return the rows of the next optimizer step, one batch for all ranks; a collective. stage: times its parts."""
         ...
 
     def token_set(self, batch: StepBatch, *, update: int, routers: Routers | None) -> TokenSet:
