@@ -73,7 +73,7 @@ from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.system.gc_freeze import gc_frozen
 from lockstep.trainer.batch.assignment import Plan
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.prefix_bundles import plan_bundles
 from lockstep.trainer.batch.prefixes import token_keys
 from lockstep.trainer.batch.rows_ahead import RowsAhead
@@ -267,7 +267,7 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
         def share(rollouts: list[Any]) -> StepBatch:
             """As `Trainer._share`, and the first pass of a step."""
             batch = ranks.together(lambda: StepBatch.of(rollouts, mask_truncated=False, rows_of=ahead.of))
-            batch = shared(batch, ranks)
+            batch = dealt(batch, ranks)
 
             def assign() -> Plan:
                 with planning.counted():

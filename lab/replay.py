@@ -230,13 +230,13 @@ def checkpoints_up_to(run: Path, update: int) -> list[tuple[int, Path]]:
 
 @dataclass(frozen=True, slots=True)
 class SavedTeacher:
-    """A teacher that has scored the step before."""
+    """A teacher that has scored the step before, on rank 0, which has its rows."""
 
     saved: SavedScores
     measured: Mapping[str, float] = field(default_factory=dict)
 
     def scored(self, batch: StepBatch, rollouts: Sequence[Rollout], *, measures_floor: bool) -> StepBatch:
-        return replace(batch, teacher=self.saved.of(batch.rows))
+        return replace(batch, teacher=self.saved.of(batch.rows)) if rollouts else batch
 
 
 class Replay:
@@ -284,7 +284,7 @@ class Replay:
             distributed=distributed,
             updater=self._updater,
             # A stand-in with the method that a step calls.
-            rollouts=SimpleNamespace(collect=lambda *_: collection),  # type: ignore[arg-type]
+            rollouts=SimpleNamespace(collect=lambda *_: collection if distributed.is_main else Collected()),  # type: ignore[arg-type]
             reference=make_reference(config, distributed, self._module, self._images),
             teacher=teacher,  # type: ignore[arg-type]
         )

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.rollout.errors import TrainingError
-from lockstep.rollout.records import Cause, Rollout, TrainingRow
+from lockstep.rollout.records import Cause, Rollout
 from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.rollout.weights.sync import WeightSync
-from lockstep.trainer.batch.rows_ahead import RowsAhead, rows_of_rollout
+from lockstep.trainer.batch.rows_ahead import RowsAhead
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.collect.source import RolloutSource
@@ -100,9 +100,9 @@ class Trainer:
         self, on_rollout: OnRollout = lambda rollout: None, on_stage: Callable[[str], None] = lambda name: None
     ) -> StepReport:
         """Make one training step; a collective. on_stage: called with its name when a stage begins."""
-        watch, version, rows = Stopwatch(on_stage), self.version, RowsAhead()
-        collection = self._collect(watch, rows.before(on_rollout))
-        batch = self._share(collection, watch, rows.of)
+        watch, version, ahead = Stopwatch(on_stage), self.version, RowsAhead()
+        collection = self._collect(watch, on_rollout, ahead)
+        batch = self._share(collection, watch, ahead)
         if self._sync is not None:
             with watch.stage("sync"):
                 self._with_engines(self._sync.sleep)  # after the teacher, which may be the policy in the same engines
@@ -169,18 +169,15 @@ class Trainer:
 
     # The stages
 
-    def _collect(self, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
-        """Sample rollouts with their rewards."""
+    def _collect(self, watch: Stopwatch, on_rollout: OnRollout, ahead: RowsAhead) -> Collected:
+        """Sample rollouts with their rewards, and make their rows `ahead`."""
         if (source := self._rollouts) is None:
             return Collected()
+        if not self._config.rollout.max_staleness:  # otherwise it is called in each step for groups that wait
+            on_rollout = ahead.before(on_rollout)
         return self._with_engines(lambda: source.collect(self.num_steps, self.version, watch, on_rollout))
 
-    def _share(
-        self,
-        collected: Collected,
-        watch: Stopwatch,
-        rows_of: Callable[[Rollout], Sequence[TrainingRow]] = rows_of_rollout,
-    ) -> StepBatch:
+    def _share(self, collected: Collected, watch: Stopwatch, ahead: RowsAhead) -> StepBatch:
         """Return the rows of the trained rollouts, with a teacher's scores of their tokens: one batch for all ranks."""
         batch = self._distributed.together(
             lambda: StepBatch.of(
@@ -191,18 +188,19 @@ class Trainer:
                 with_turn_rewards=self._plan.turn_rewards,
                 with_states=self._plan.needs_states,
                 with_routes=self._plan.replays_engine,
-                rows_of=rows_of,
+                rows_of=ahead.of,
             )
         )
+        ahead.forget()
         if self._teacher is not None:
             teacher, every = self._teacher, self._config.correction.noise_floor_every
             is_due = bool(every) and self.num_steps % every == 0
             with watch.stage("teacher"):
                 batch = self._with_engines(lambda: teacher.scored(batch, collected.trained, measures_floor=is_due))
         if self._distributed.world_size > 1:
-            from lockstep.trainer.batch.dealt_batch import shared  # runs on one rank do not load it
+            from lockstep.trainer.batch.dealt_batch import dealt  # runs on one rank do not load it
 
-            batch = shared(batch, self._distributed)
+            batch = dealt(batch, self._distributed)
         self._empty_steps = 0 if batch.num_rollouts or self._rollouts is None else self._empty_steps + 1
         if self._empty_steps >= MAX_EMPTY_STEPS or (self._empty_steps and self.version == 0):
             self._distributed.together(lambda: self._refuse_empty(collected.rollouts))

@@ -24,7 +24,7 @@ from lockstep.rollout.weights.sync import WeightSync
 from lockstep.scripts.gpu_checks.measured import Measured, above, below, equal, unbounded
 from lockstep.scripts.gpu_checks.runs import launched, python
 from lockstep.scripts.gpu_checks.subject import Served, Subject
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.cli import run_or_end
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -139,7 +139,7 @@ def _rank(model: Path, out: Path) -> None:
     policy = Policy.from_pretrained(model, compute_dtype="bfloat16")
     module = distributed.prepare(policy, make_optimizer(policy, config.optimizer))
     updater = Updater(module, distributed, config)
-    batch = shared(StepBatch.of(_rollouts(), mask_truncated=False), distributed)
+    batch = dealt(StepBatch.of(_rollouts(), mask_truncated=False), distributed)
 
     def update() -> None:
         logprobs = Logprobs(old=Recomputed(updater.scorer.score(batch)))

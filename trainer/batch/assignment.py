@@ -21,7 +21,7 @@ weights (12 d² parameters, as in most decoders) and 2 d L on attention to half 
 here at d = 2048. Twice or half of it changes a plan little."""
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """The part of a plan that one rank computes."""
 
     packs: tuple[tuple[int, ...], ...]
@@ -53,8 +53,8 @@ class Plan:
     def num_microbatches(self) -> int:
         return len(self.microbatches[0])
 
-    def share(self, rank: int) -> Share:
-        return Share(packs=self.microbatches[rank], metrics=self.metrics())
+    def share(self, rank: int) -> RankShare:
+        return RankShare(packs=self.microbatches[rank], metrics=self.metrics())
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -79,7 +79,7 @@ def plan(
     token_budget: int,
     costs: Sequence[float] | None = None,
 ) -> Plan:
-    """Assign every row to a rank and a microbatch. Deterministic, so that all ranks agree.
+    """Assign every row to a rank and a microbatch. Deterministic.
 
     First-fit decreasing gives the number of packs, rounded up to a multiple of the ranks. Rows are spread over them
     longest processing time first (Graham 1969: at most 4/3 of the optimum), within the token budget. Packs of similar

@@ -1,4 +1,4 @@
-"""Batches and rows as bytes, for other ranks and for files."""
+"""Batches and rows as bytes: whole ones for files, parts for other ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,18 @@ _ROLLOUT_ARRAYS = [field.name for field in fields(StepBatch) if field.name not i
 def encode(batch: StepBatch) -> bytes:
     """Serialize a batch for `decode` as safetensors, which runs no code when it is read."""
     teacher = {} if batch.teacher is None else batch.teacher.arrays()
-    return safetensors.numpy.save(row_arrays(batch.rows) | rollout_arrays(batch) | teacher)
+    return to_bytes(row_arrays(batch.rows) | rollout_arrays(batch) | teacher)
 
 
 def decode(payload: bytes) -> StepBatch:
     arrays = safetensors.numpy.load(payload)
     teacher = TeacherScores.from_arrays(arrays) if any(name.startswith(PREFIX) for name in arrays) else None
     return StepBatch(rows=tuple(rows_of(arrays)), teacher=teacher, **rollout_values(arrays))
+
+
+def to_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Serialize arrays for `safetensors.numpy.load`, which would read others for those that are not contiguous."""
+    return safetensors.numpy.save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
 def rollout_arrays(batch: StepBatch) -> dict[str, np.ndarray]:

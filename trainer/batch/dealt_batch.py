@@ -1,10 +1,10 @@
 """A step on several ranks: numbers about all rows on every rank, and a row only where it is computed.
 
-    rank 0   rows ─► lengths, counts, rewards, logprobs of the engine ─► every rank     `shared`
+    rank 0   rows ─► lengths, counts, rewards, logprobs of the engine ─► every rank     `dealt`
                 └─► plan ─► ids, masks and more of its packs' rows ─► each rank         `DealtBatch.share`
 
-Rank 0 plans, and sends to a rank what the numbers do not say of a row when the rank first computes it. So a row travels
-once, or more often if several passes assign it to different ranks. All ranks have the same numbers, and compute what is
+Rank 0 plans. When a rank first computes a row, rank 0 sends it the parts that the numbers lack. So a row travels once,
+or more often if several passes assign it to different ranks. All ranks have the same numbers, and compute what is
 counted or normalized over the step from them: no partition of the work can change it.
 
 Shape legend: _R rows of the step, _N trained tokens of the step.
@@ -13,6 +13,7 @@ Shape legend: _R rows of the step, _N trained tokens of the step.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,19 +25,19 @@ import torch
 
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import TrainingRow
-from lockstep.trainer.batch.assignment import Plan, Share
-from lockstep.trainer.batch.batch_bytes import rollout_arrays, rollout_values, row_arrays, rows_of
+from lockstep.trainer.batch.assignment import Plan, RankShare
+from lockstep.trainer.batch.batch_bytes import rollout_arrays, rollout_values, row_arrays, rows_of, to_bytes
 from lockstep.trainer.batch.packing import StepLayout
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.batch.teacher_scores import TeacherScores
 from lockstep.trainer.distributed.distributed import Distributed
 
 
-def shared(batch: StepBatch, distributed: Distributed) -> StepBatch:
+def dealt(batch: StepBatch, distributed: Distributed) -> StepBatch:
     """Return rank 0's batch on every rank, where ranks other than 0 have no row yet; a collective."""
     if distributed.world_size == 1:
         return batch
-    payload = safetensors.numpy.save(_numbers(batch) | rollout_arrays(batch)) if distributed.is_main else b""
+    payload = to_bytes(_numbers(batch) | rollout_arrays(batch)) if distributed.is_main else b""
     arrays = safetensors.numpy.load(distributed.broadcast_bytes(payload))
     return DealtBatch(
         rows=batch.rows if distributed.is_main else RowsOfRank(len(arrays["row_lengths"])),
@@ -71,10 +72,12 @@ class RowsOfRank(Sequence[TrainingRow]):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeacherOfRank(TeacherScores):
-    """A teacher's scores, with the most probable tokens of those rows that this rank has, and 0 elsewhere."""
+    """A teacher's scores on another rank than 0, with the most probable tokens of those rows that the rank has."""
 
     mass: np.ndarray
     """(N,) float64."""
+    is_here: np.ndarray
+    """(N,) bool: False where `top_ids` and `top_logp` are not the teacher's, but 0."""
 
     def __post_init__(self) -> None:
         """Check nothing: rank 0 has checked the scores."""
@@ -90,8 +93,14 @@ class TeacherOfRank(TeacherScores):
             top_ids=np.zeros(shape, np.int32),  # takes memory only where it is written
             top_logp=np.zeros(shape, np.float32),
             version=arrays["version_of_teacher"],
-            mass=arrays["mass_of_teacher"],
+            mass=arrays.get("mass_of_teacher", np.zeros(len(logp))),
+            is_here=np.zeros(len(logp), np.bool_),
         )
+
+    def top_at(self, index_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_here[index_T.numpy()].all():
+            raise EvidenceError("the teacher's most probable tokens of these rows are on other ranks")
+        return super(TeacherOfRank, self).top_at(index_T)
 
     @property
     def top_mass_N(self) -> torch.Tensor:
@@ -140,12 +149,25 @@ def _numbers(batch: StepBatch) -> dict[str, np.ndarray]:
         starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))[: len(values)]
         arrays |= {f"{name}_of_runs": values[starts], f"{name}_runs": np.diff([*starts, len(values)])}
     if (teacher := batch.teacher) is not None:
-        arrays |= {"logp_of_teacher": teacher.logp, "mass_of_teacher": teacher.top_mass_N.numpy()}
-        arrays |= {"version_of_teacher": teacher.version, "top_k_of_teacher": np.array([teacher.top_ids.shape[1]])}
+        top_k = teacher.top_ids.shape[1]
+        arrays |= {"logp_of_teacher": teacher.logp, "version_of_teacher": teacher.version}
+        arrays |= {"top_k_of_teacher": np.array([top_k])}
+        arrays |= {"mass_of_teacher": teacher.top_mass_N.numpy()} if top_k else {}
     return arrays
 
 
-def _scattered(payload: Callable[[int], bytes], distributed: Distributed) -> bytes:
+def _checksum(row: TrainingRow) -> int:
+    """Return a checksum of what is trained of a row: ids, mask, logprobs of the engine, support and experts."""
+    arrays = [row.ids, row.loss_mask, row.sampling_logprobs[row.loss_mask]]
+    arrays += [] if row.support is None else [row.support.offsets, row.support.token_ids]
+    arrays += [] if row.routes is None else [row.routes]
+    checksum = 0
+    for array in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    return checksum
+
+
+def _scatter(payload: Callable[[int], bytes], distributed: Distributed) -> bytes:
     """Return on each rank what rank 0's `payload(rank)` returns for it, and no bytes on rank 0 itself.
 
     Rank 0 makes one payload at a time, and drops it when it is sent.
@@ -163,7 +185,7 @@ def _scattered(payload: Callable[[int], bytes], distributed: Distributed) -> byt
     return content.numpy().tobytes()
 
 
-def _collected(payload: bytes, distributed: Distributed) -> list[bytes]:
+def _collect(payload: bytes, distributed: Distributed) -> list[bytes]:
     """Return the payloads of ranks 1 and up on rank 0, in their order; nothing elsewhere."""
     sizes = distributed.gather(torch.tensor([len(payload)])).tolist()
     if not distributed.is_main:
@@ -192,20 +214,20 @@ class DealtBatch(StepBatch):
     def row_lengths(self) -> np.ndarray:
         return self.numbers.lengths
 
-    def share(self, make: Callable[[], Plan], distributed: Distributed) -> Share:
+    def share(self, make: Callable[[], Plan], distributed: Distributed) -> RankShare:
         plan = distributed.together(lambda: make() if distributed.is_main else None)
 
-        def deal(rank: int) -> bytes:
+        def message(rank: int) -> bytes:
             assert plan is not None
-            return self._dealt(plan.share(rank), self.holdings[rank])
+            return self._deal(plan.share(rank), self.holdings[rank])
 
-        payload = _scattered(deal, distributed)
-        return self._received(payload) if plan is None else plan.share(0)
+        payload = _scatter(message, distributed)
+        return self._receive(payload) if plan is None else plan.share(0)
 
     def with_routes(self, routes: Mapping[int, np.ndarray], distributed: Distributed) -> StepBatch:
         own = sorted(routes)
         message = {"indices": np.array(own), "routes": np.concatenate([routes[row] for row in own])} if own else {}
-        payloads = _collected(b"" if distributed.is_main else safetensors.numpy.save(message), distributed)
+        payloads = _collect(b"" if distributed.is_main else to_bytes(message), distributed)
         if not distributed.is_main:
             rows = {row: replace(self.rows[row], routes=routes[row]) for row in own}
             return replace(self, rows=RowsOfRank(len(self.rows), rows))
@@ -226,7 +248,7 @@ class DealtBatch(StepBatch):
     def _trained(self, name: str) -> torch.Tensor:
         return torch.from_numpy(self.numbers.of_tokens[name])
 
-    def _dealt(self, share: Share, held: set[int]) -> bytes:
+    def _deal(self, share: RankShare, held: set[int]) -> bytes:
         """Return the share of another rank, with the rows that it lacks; from here on it has them."""
         missing = sorted({row for pack in share.packs for row in pack} - held)
         held.update(missing)
@@ -235,26 +257,34 @@ class DealtBatch(StepBatch):
         arrays = row_arrays([self.rows[row] for row in missing], names=("ids", "loss_mask")) | scores
         arrays |= {
             "indices": np.array(missing, dtype=np.int64),
+            "checksums": np.array([_checksum(self.rows[row]) for row in missing], dtype=np.int64),
             "pack_rows": np.array([row for pack in share.packs for row in pack], dtype=np.int64),
             "pack_sizes": np.array(list(map(len, share.packs)), dtype=np.int64),
             "metrics": np.frombuffer(json.dumps(share.metrics).encode(), dtype=np.uint8),
         }
-        return safetensors.numpy.save(arrays)
+        return to_bytes(arrays)
 
-    def _received(self, payload: bytes) -> Share:
+    def _receive(self, payload: bytes) -> RankShare:
         """Keep the rows of a message of rank 0; return this rank's share."""
         assert isinstance(self.rows, RowsOfRank)
         arrays = safetensors.numpy.load(payload)
         indices, loss_mask = arrays["indices"], arrays["loss_mask"]
         tokens = self._tokens(indices)
-        for name in OF_TEACHER if self.teacher else ():
-            getattr(self.teacher, name)[tokens] = arrays[name]
+        if isinstance(self.teacher, TeacherOfRank):
+            self.teacher.is_here[tokens] = True
+            for name in OF_TEACHER:
+                getattr(self.teacher, name)[tokens] = arrays[name]
         for name, elsewhere in ELSEWHERE.items():
             values = self.numbers.of_tokens[name]
             arrays[name] = np.full(len(loss_mask), elsewhere, dtype=values.dtype)
             arrays[name][loss_mask] = values[tokens]
-        self.rows.here.update(zip(indices.tolist(), rows_of(arrays), strict=True))
+        for index, checksum, row in zip(indices.tolist(), arrays["checksums"].tolist(), rows_of(arrays), strict=True):
+            if _checksum(row) != checksum:
+                raise EvidenceError(
+                    f"row {index} of the step, of rollout {row.rollout_id}, has changed on its way here"
+                )
+            self.rows.here[index] = row
         packs = np.split(arrays["pack_rows"], np.cumsum(arrays["pack_sizes"])[:-1])
-        return Share(
+        return RankShare(
             packs=tuple(tuple(pack.tolist()) for pack in packs), metrics=json.loads(arrays["metrics"].tobytes())
         )

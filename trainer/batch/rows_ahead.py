@@ -34,6 +34,10 @@ class RowsAhead:
 
         return make
 
+    def forget(self) -> None:
+        """Drop the rows of rollouts that were not asked for."""
+        self._made.clear()
+
     def of(self, rollout: Rollout) -> Sequence[TrainingRow]:
         """Return the rows of a rollout, of its calls as they are now. Raises `EvidenceError`, as `rows_from_calls`."""
         calls, rows = self._made.pop((rollout.rollout_id, rollout.group_id), ((), ()))

@@ -16,13 +16,13 @@ import torch
 from lockstep.rewards.shaping import turn_rewards, turn_states
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import Rollout, TrainingRow
-from lockstep.trainer.batch.assignment import Plan, Share
 from lockstep.trainer.batch.packing import StepLayout
 from lockstep.trainer.batch.rows_ahead import rows_of_rollout
-from lockstep.trainer.distributed.distributed import Distributed
 
-if TYPE_CHECKING:  # of runs with a teacher
+if TYPE_CHECKING:
+    from lockstep.trainer.batch.assignment import Plan, RankShare
     from lockstep.trainer.batch.teacher_scores import TeacherScores
+    from lockstep.trainer.distributed.distributed import Distributed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,8 +155,8 @@ class StepBatch:
         """(K,) int64 numbers of turns within their rollouts."""
         return torch.from_numpy(np.concatenate([np.zeros(0, int), *map(np.arange, self.num_turns_S)]))
 
-    def share(self, make: Callable[[], Plan], distributed: Distributed) -> Share:
-        """Return this rank's share of the plan that `make` makes of these rows, all of which it then has.
+    def share(self, make: Callable[[], Plan], distributed: Distributed) -> RankShare:
+        """Return this rank's share of the plan that `make` makes. Afterwards this rank has the rows of its share.
 
         A collective, if the rows of the step are dealt to ranks.
         """
@@ -165,7 +165,7 @@ class StepBatch:
     def with_routes(self, routes: Mapping[int, np.ndarray], distributed: Distributed) -> StepBatch:
         """Return the batch with other routes; a collective, if the rows of the step are dealt to ranks.
 
-        routes: (tokens, layers, k) by row index, of all rows of this rank's share.
+        routes: (tokens, layers, k) by row index, of the rows that this rank has computed.
         """
         return replace(self, rows=tuple(replace(row, routes=routes[index]) for index, row in enumerate(self.rows)))
 

@@ -131,6 +131,10 @@ class TeacherScores:
     def logp_N(self) -> torch.Tensor:
         return torch.from_numpy(self.logp)
 
+    def top_at(self, index_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (T, E) int64 ids of the most probable tokens and their logprobs, at these trained tokens."""
+        return torch.from_numpy(self.top_ids)[index_T].long(), torch.from_numpy(self.top_logp)[index_T]
+
     @property
     def top_ids_NE(self) -> torch.Tensor:
         return torch.from_numpy(self.top_ids).long()

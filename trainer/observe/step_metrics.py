@@ -34,9 +34,10 @@ class StepReport:
     rollouts: Sequence[Rollout]
     """Rollouts of this rank's engine; empty on ranks without one."""
     batch: StepBatch
-    """Rows of the rollouts; empty on demonstrations alone."""
+    """Rows of the rollouts; empty on demonstrations alone. Rank 0 has all rows, another rank those that it computed: it
+    may ask for `batch.rows[i]` if `i in batch.rows.here`."""
     given: Mapping[str, StepBatch] = field(default_factory=dict)
-    """Rows of other components in the last optimizer step, by name."""
+    """Rows of other components in the last optimizer step, by name, as `batch`."""
     logp_train_N: Tensor
     """The trainer's logprobs of the trained tokens, with the weights that sampled them."""
     advantages_N: Tensor
@@ -145,7 +146,8 @@ def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, float]:
-    """Return the agreement of the trained rows, after their transfer over ranks, with the engine's answers."""
+    """Return the agreement of the trained rows with the engine's answers; a row that has changed on its way to another
+    rank is refused there (`trainer/batch/dealt_batch.py`)."""
     rows: dict[int, list[TrainingRow]] = {}
     for row in batch.rows:
         rows.setdefault(row.rollout_id, []).append(row)

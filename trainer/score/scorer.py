@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.trainer.batch.assignment import Plan, Share, plan
+from lockstep.trainer.batch.assignment import Plan, RankShare, plan
 from lockstep.trainer.batch.packing import PackedBatch, collate, row_places
 from lockstep.trainer.batch.prefix_bundles import plan_bundles
 from lockstep.trainer.batch.prefixes import token_keys
@@ -60,7 +60,7 @@ class Scorer:
         self._longest_shared = longest_shared(module) if shares else 0
         self.budget = TokenBudget(token_budget, distributed)
 
-    def share(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> Share:
+    def share(self, batch: StepBatch, rows: Sequence[int], *, token_budget: int | None = None) -> RankShare:
         """Assign rows (indices) to ranks and packs; return this rank's. A collective, if rows are dealt to ranks."""
         return batch.share(partial(self._plan, batch, rows, token_budget), self._distributed)
 

@@ -18,7 +18,7 @@ import torch
 
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import DataError
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import vocab_size_of
 from lockstep.trainer.config.groups.data_settings import DataSetConfig, DemonstrationsConfig
@@ -121,7 +121,7 @@ class Demonstrations:
             with stage("teacher"):
                 batch = self._teacher.scored(batch, ())
         with stage("data"):
-            return shared(batch, self._distributed)
+            return dealt(batch, self._distributed)
 
     def token_set(self, batch: StepBatch, *, update: int, routers: Routers | None) -> TokenSet:
         """Return rows from `draw` with their terms."""

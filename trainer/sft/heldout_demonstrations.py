@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.data.demonstrations import Demonstration
 from lockstep.trainer.distributed.distributed import Distributed
@@ -27,7 +27,7 @@ class HeldoutDemonstrations:
     ) -> None:
         """Share the held-out sets; a collective. sets: from `tokenized`. limit: conversations of a set; None: all."""
         self._batches: dict[str, StepBatch] = {
-            name: shared(batch_of([] if sets is None else sets[number][:limit]), distributed)
+            name: dealt(batch_of([] if sets is None else sets[number][:limit]), distributed)
             for number, name in enumerate(names)
         }
 

@@ -13,7 +13,7 @@ import torch
 from gradients import GradientsOnly, fixed_rollouts  # type: ignore[import-not-found]  # beside this file
 from peft import PeftModel
 
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -39,7 +39,7 @@ def main(model_dir: str, out_dir: str, dtype: str) -> None:
         if "lora_" in name:
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
     module = distributed.prepare(policy, make_optimizer(policy, OptimizerConfig(), is_sharded=True))
-    batch = shared(StepBatch.of(fixed_rollouts(), mask_truncated=False), distributed)
+    batch = dealt(StepBatch.of(fixed_rollouts(), mask_truncated=False), distributed)
     config = Config(
         algorithm=AlgorithmConfig(entropy_coef=0.01), correction=CorrectionConfig(mode="off"), token_budget=48
     )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lockstep.rollout.records import Rollout, TrainingRow
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -88,7 +88,7 @@ def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     data = [fixed_demonstrations()] if distributed.is_main else None
     given = Demonstrations(config, distributed, data, teacher=teacher)  # type: ignore[arg-type]
     updater = Updater(module, distributed, config, given=[given])
-    batch = shared(StepBatch.of([] if "alone" in flags else fixed_rollouts(), mask_truncated=False), distributed)
+    batch = dealt(StepBatch.of([] if "alone" in flags else fixed_rollouts(), mask_truncated=False), distributed)
     old = Recomputed(updater.scorer.score(batch))
     correction = StepCorrection.of(batch, old, CorrectionConfig(mode="token_truncate"))
     targets, _ = rollout_targets(batch, Logprobs(old=old), correction, config.algorithm)

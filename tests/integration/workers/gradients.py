@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, VersionSpan
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -162,7 +162,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
         updater.entropy = replace(updater.entropy, entropy=0.1)  # below the target of an adaptive bonus, so it acts
         reference = reference or make_reference(config, distributed, module)
         assert reference is not None
-        scored = updater.scorer.score(shared(sampled, distributed))
+        scored = updater.scorer.score(dealt(sampled, distributed))
         # Off-policy on purpose: ratios must differ from 1, or clipping and sequence levels would not be seen.
         noise = torch.from_numpy(np.random.default_rng(1).normal(size=(3, len(scored)))).float()
         old = scored + 0.15 * noise[0]
@@ -171,7 +171,7 @@ def main(model_dir: str, out: str, algorithms: str, token_budget: str, *flags: s
         declared = POLICY_LOSSES[algorithm.loss]
         is_measured = declared.weighs_by_sampling or declared.step_values is not None
         batch = sampled_with(sampled, (old + 0.15 * noise[2]).numpy()) if is_measured else sampled
-        batch = shared(batch, distributed)  # as in a step
+        batch = dealt(batch, distributed)  # as in a step
         logprobs = Logprobs(old=Recomputed(old), ref_N=scored + 0.2 * noise[1])
         correction = StepCorrection.of(batch, logprobs.old, CorrectionConfig(mode="token_truncate"))
         targets, _ = rollout_targets(batch, logprobs, correction, config.algorithm)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep.trainer.batch import dealt_batch
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -52,7 +52,7 @@ def main(model_dir: str, out: str, critic: str, token_budget: str, *flags: str) 
     torch.nn.init.normal_(head.linear.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     prepared = distributed.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
 
-    batch = dealt_batch.shared(StepBatch.of(fixed_rollouts(), mask_truncated=False), distributed)
+    batch = dealt(StepBatch.of(fixed_rollouts(), mask_truncated=False), distributed)
     updater = Updater(prepared, distributed, config)
     scored, values, _ = updater.scorer.score_with(batch, values=True)
     # Off-policy on purpose: ratios and values must have moved, or clipping would not be seen.

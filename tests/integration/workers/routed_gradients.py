@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.rollout.records import EngineCall, Rollout, Routes
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.config.schema import Config
@@ -47,8 +47,8 @@ def main(model_dir: str, out: str, token_budget: str, *flags: str) -> None:
     config.model.path = model_dir
     config.share_prefixes = "never" if "apart" in flags else "auto"
     updater = Updater(module, distributed, config)
-    own = shared(StepBatch.of(routed_rollouts(), mask_truncated=False), distributed)
-    batch = shared(StepBatch.of(routed_rollouts(), mask_truncated=False, with_routes=True), distributed)
+    own = dealt(StepBatch.of(routed_rollouts(), mask_truncated=False), distributed)
+    batch = dealt(StepBatch.of(routed_rollouts(), mask_truncated=False, with_routes=True), distributed)
     reference = make_reference(config, distributed, module)
     assert reference is not None
     own_N, _, recorded = updater.scorer.score_with(own, routes=True)

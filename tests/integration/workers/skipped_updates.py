@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lockstep.rollout.errors import TrainingError
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
@@ -56,7 +56,7 @@ def main(model_dir: str, directory: str) -> None:
     )
     config.optimizer.lr, config.optimizer.spike, config.optimizer.max_skipped_updates = 1e-3, "skip", 4
     updater = Updater(module, distributed, config)
-    batch = shared(StepBatch.of(fixed_rollouts(), mask_truncated=False), distributed)
+    batch = dealt(StepBatch.of(fixed_rollouts(), mask_truncated=False), distributed)
     old = Recomputed(updater.scorer.score(batch))
     targets, _ = rollout_targets(
         batch, Logprobs(old=old), StepCorrection.of(batch, old, config.correction), config.algorithm

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import EngineCall, FinishReason, Rollout, Routes
 from lockstep.trainer.batch.batch_bytes import decode, encode
-from lockstep.trainer.batch.dealt_batch import shared
+from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.packing import PackedBatch, collate
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.source import Collected
@@ -170,7 +170,7 @@ def test_ranks_exchange_the_experts_that_each_has_seen() -> None:
 
     def score(distributed: FakeRank) -> dict[int, np.ndarray]:
         scorer = Scorer(copies[distributed.rank], distributed, temperature=1.0, token_budget=40)
-        _, _, routed = scorer.score_with(shared(batch, distributed), routes=True)
+        _, _, routed = scorer.score_with(dealt(batch, distributed), routes=True)
         share = scorer.share(routed, range(len(batch.rows)), token_budget=60)  # another one than that of the pass
         rows = range(len(batch.rows)) if distributed.is_main else [row for pack in share.packs for row in pack]
         return {row: routed.rows[row].routes for row in rows}

@@ -40,11 +40,11 @@ def divergence_term(name: str, batch: StepBatch, *, kind: str, beta: float, weig
         )
 
     def arguments(packed: PackedBatch) -> Mapping[str, Any]:
-        return {"candidate_ids_TE": scores.top_ids_NE[packed.token_index_T].to(packed.ids.device)}
+        return {"candidate_ids_TE": scores.top_at(packed.token_index_T)[0].to(packed.ids.device)}
 
     def share(outputs: Outputs) -> Share:
         (student_TF,) = outputs.others
-        teacher_TE = scores.top_logp_NE[outputs.index_T].to(student_TF.device)
+        teacher_TE = scores.top_at(outputs.index_T)[1].to(student_TF.device)
         loss_T = divergence(kind, student_TF, teacher_TE, beta=beta)
         rest = student_TF[:, -1].detach().exp().sum()
         return Share(loss_T=loss_T, sums={f"loss/{name}": loss_T.detach().sum(), f"loss/{name}_rest": rest})

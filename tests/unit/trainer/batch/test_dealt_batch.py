@@ -21,9 +21,10 @@ from lockstep.rollout.records import (
     TrainingRow,
     VersionSpan,
 )
+from lockstep.trainer.batch import dealt_batch
 from lockstep.trainer.batch.assignment import Plan, plan
-from lockstep.trainer.batch.batch_bytes import encode
-from lockstep.trainer.batch.dealt_batch import DealtBatch, RowsOfRank, shared
+from lockstep.trainer.batch.batch_bytes import encode, rows_of
+from lockstep.trainer.batch.dealt_batch import DealtBatch, RowsOfRank, dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
@@ -127,7 +128,7 @@ def counting(rank: FakeRank) -> CountingRank:
 @pytest.mark.parametrize("batch", [a_batch(), with_everything(), a_batch(0)], ids=["plain", "everything", "empty"])
 def test_all_ranks_have_the_numbers_of_all_rows(batch: StepBatch) -> None:
     def numbers(rank: FakeRank) -> list[Any]:
-        mine = shared(batch if rank.is_main else a_batch(0), rank)
+        mine = dealt(batch if rank.is_main else a_batch(0), rank)
         tensors = (mine.sampling_logprobs_N, mine.versions_N, mine.turns_N, mine.rollout_N)
         layout = (mine.layout.token_start, mine.layout.rollout_index, mine.row_lengths)
         of_rollouts = [getattr(mine, one.name) for one in fields(StepBatch) if one.name not in ("rows", "teacher")]
@@ -148,7 +149,7 @@ def test_a_rank_has_the_rows_of_its_packs_and_refuses_others(batch: StepBatch) -
     expected = plan_of(batch)
 
     def deal(rank: FakeRank) -> int:
-        mine = shared(batch, rank)
+        mine = dealt(batch, rank)
         share = mine.share(lambda: plan_of(batch), rank)
         assert share == expected.share(rank.rank)
         own = {row for pack in share.packs for row in pack}
@@ -158,7 +159,10 @@ def test_a_rank_has_the_rows_of_its_packs_and_refuses_others(batch: StepBatch) -
             is_own = np.isin(np.repeat(np.arange(len(batch.rows)), np.diff(batch.layout.token_start)), list(own))
             np.testing.assert_array_equal(mine.teacher.top_ids[is_own], batch.teacher.top_ids[is_own])
             np.testing.assert_array_equal(mine.teacher.top_logp[is_own], batch.teacher.top_logp[is_own])
-            assert rank.is_main or not mine.teacher.top_logp[~is_own].any()
+            if not rank.is_main:
+                mine.teacher.top_at(torch.from_numpy(np.flatnonzero(is_own)))
+                with pytest.raises(EvidenceError, match="most probable tokens of these rows are on other ranks"):
+                    mine.teacher.top_at(torch.from_numpy(np.flatnonzero(~is_own)[:1]))
         if rank.is_main:
             assert all(same_row(mine.rows[row], batch.rows[row]) for row in range(len(batch.rows)))
             return len(own)
@@ -179,7 +183,7 @@ def test_a_row_travels_to_a_rank_once() -> None:
 
     def deal(rank: FakeRank) -> list[int]:
         counted = counting(rank)
-        mine = shared(batch, counted)
+        mine = dealt(batch, counted)
         received = []
         for budget in (80, 80, 50):
             before = counted.received
@@ -201,7 +205,7 @@ def test_bytes_of_rows_per_rank_do_not_grow_with_ranks() -> None:
 
         def deal(rank: FakeRank, batch: StepBatch = batch, ranks: int = ranks) -> tuple[int, int]:
             counted = counting(rank)
-            mine = shared(batch, counted)
+            mine = dealt(batch, counted)
             numbers = counted.received
             mine.share(lambda: plan_of(batch, ranks=ranks), counted)
             return numbers, counted.received - numbers
@@ -218,7 +222,7 @@ def test_a_plan_that_fails_ends_all_ranks() -> None:
 
     def deal(rank: FakeRank) -> str:
         with pytest.raises(LockstepError) as raised:
-            shared(a_batch(), rank).share(fail, rank)
+            dealt(a_batch(), rank).share(fail, rank)
         return str(raised.value)
 
     assert all("no plan" in text for text in on_ranks(RANKS, deal))
@@ -232,7 +236,7 @@ def test_experts_of_a_pass_go_to_rank_0_and_from_there_to_other_ranks() -> None:
     expected = batch.with_routes(of_rows, FakeRank())
 
     def route(rank: FakeRank) -> int:
-        mine = shared(batch, rank)
+        mine = dealt(batch, rank)
         passed = mine.share(lambda: plan_of(batch), rank)
         routed = mine.with_routes({row: of_rows[row] for pack in passed.packs for row in pack}, rank)
         share = routed.share(lambda: plan_of(batch, token_budget=50), rank)
@@ -248,7 +252,7 @@ def test_a_rank_without_rows_has_no_experts_to_send() -> None:
     of_rows = {row: np.full((len(batch.rows[row]), 1, 1), row, dtype=np.uint8) for row in range(len(batch.rows))}
 
     def route(rank: FakeRank) -> bool:
-        mine = shared(batch, rank)
+        mine = dealt(batch, rank)
         share = mine.share(lambda: plan_of(batch, token_budget=1000, ranks=5), rank)
         routed = mine.with_routes({row: of_rows[row] for pack in share.packs for row in pack}, rank)
         share = routed.share(lambda: plan_of(batch, token_budget=1000, ranks=5), rank)
@@ -259,7 +263,7 @@ def test_a_rank_without_rows_has_no_experts_to_send() -> None:
 
 def test_one_rank_keeps_its_batch() -> None:
     batch = a_batch()
-    assert shared(batch, FakeRank()) is batch
+    assert dealt(batch, FakeRank()) is batch
 
 
 def a_policy() -> Policy:
@@ -278,7 +282,7 @@ def test_dealt_rows_give_the_same_logprobs_and_gradients(share_prefixes: str) ->
         mine = FakeRank(policy, rank=rank.rank, world_size=rank.world_size, meeting=rank._meeting)
         config = Config(algorithm=AlgorithmConfig(minibatches=2), token_budget=64, share_prefixes=share_prefixes)
         updater = Updater(policy, mine, config)
-        batch = shared(whole, mine) if is_dealt else whole
+        batch = dealt(whole, mine) if is_dealt else whole
         assert isinstance(batch, DealtBatch) is is_dealt
         repacked = updater.scorer.score_repacked(batch)
         logprobs = Logprobs(old=Recomputed(updater.scorer.score(batch)))
@@ -297,13 +301,32 @@ def test_dealt_rows_give_the_same_logprobs_and_gradients(share_prefixes: str) ->
         assert gradient.abs().max() > 0
 
 
+def test_a_row_that_has_changed_on_its_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_other_ids(arrays: Any) -> list[TrainingRow]:
+        return [replace(row, ids=row.ids + (row.ids == row.ids[5])) for row in rows_of(arrays)]
+
+    monkeypatch.setattr(dealt_batch, "rows_of", with_other_ids)
+    batch = a_batch()
+
+    def deal(rank: FakeRank) -> str:
+        mine = dealt(batch, rank)
+        if rank.is_main:
+            mine.share(lambda: plan_of(batch), rank)
+            return ""
+        with pytest.raises(EvidenceError, match=r"row \d+ of the step, of rollout \d+, has changed on its way here"):
+            mine.share(lambda: plan_of(batch), rank)
+        return "refused"
+
+    assert on_ranks(RANKS, deal) == ["", "refused", "refused"]
+
+
 def test_passes_over_one_plan_send_no_row_again() -> None:
     copies, batch = [a_policy() for _ in range(2)], a_batch(60)
 
     def score(rank: FakeRank) -> list[int]:
         counted = counting(rank)
         scorer = Scorer(copies[rank.rank], counted, temperature=1.0, token_budget=64)
-        mine = shared(batch, counted)
+        mine = dealt(batch, counted)
         received = []
         for _ in range(2):
             before = counted.received

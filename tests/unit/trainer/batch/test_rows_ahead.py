@@ -52,6 +52,14 @@ def test_a_rollout_with_other_calls_or_another_id_gets_its_own_rows(made: list[i
     assert made == [1, 1, 3]
 
 
+def test_rows_of_dropped_rollouts_are_forgotten(made: list[int]) -> None:
+    rows, dropped = RowsAhead(), rollout(1)
+    rows.before(lambda one: None)(dropped)
+    rows.forget()
+    assert rows.of(dropped)
+    assert made == [1, 1]
+
+
 def test_a_failed_rollout_has_no_rows_made(made: list[int]) -> None:
     RowsAhead().before(lambda one: None)(rollout(1, status=RolloutStatus.FAILED))
     assert not made
