@@ -21,7 +21,6 @@ import json
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import spawn
@@ -508,20 +507,20 @@ def engine_environment(variables: dict[str, str], log_path: Path) -> Iterator[No
         "handlers": {"file": {"class": "logging.FileHandler", "filename": str(log_path), "formatter": "plain"}},
         "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
     }
-    with tempfile.TemporaryDirectory(prefix="lockstep-engine-") as directory:
-        config_path = Path(directory) / "logging.json"
-        config_path.write_text(json.dumps(logging_config), encoding="utf-8")
-        variables = variables | {"VLLM_LOGGING_CONFIG_PATH": str(config_path)}
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+    config_path = log_path.with_suffix(".logging.json")
+    config_path.write_text(json.dumps(logging_config), encoding="utf-8")
+    variables = variables | {"VLLM_LOGGING_CONFIG_PATH": str(config_path)}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    config_path.unlink(missing_ok=True)  # not after an interrupt: the thread that starts vLLM may still read it
 
 
 def _check_compiler() -> None:

@@ -165,11 +165,18 @@ def test_other_requests_in_the_same_batches_do_not_matter(side: Side) -> None:
     ids = canary_ids(VOCAB)
 
     async def crowded() -> torch.Tensor:
-        sampling = [Sampling(max_tokens=100, ignore_eos=True, seed=seed) for seed in range(30)]
-        others = [asyncio.create_task(engine.generate((5, 6, 7, seed), one)) for seed, one in enumerate(sampling)]
-        await asyncio.sleep(0.2)
+        has_heard, have_begun = asyncio.Event(), [asyncio.Event() for _ in range(30)]
+
+        async def sample_on(seed: int) -> None:
+            while not has_heard.is_set():
+                await engine.generate((5, 6, 7, seed), Sampling(max_tokens=40, ignore_eos=True, seed=seed))
+                have_begun[seed].set()
+
+        others = [asyncio.create_task(sample_on(seed)) for seed in range(30)]
+        await asyncio.gather(*(one.wait() for one in have_begun))
         logits, _ = await hear(engine, ids, range(23))
-        assert not all(task.done() for task in others), "they ended before"
+        assert not any(task.done() for task in others)
+        has_heard.set()
         await asyncio.gather(*others)
         return logits
 
