@@ -170,16 +170,25 @@ def _checksum(row: TrainingRow) -> int:
 def _scatter(payload: Callable[[int], bytes], distributed: Distributed) -> bytes:
     """Return on each rank what rank 0's `payload(rank)` returns for it, and no bytes on rank 0 itself.
 
-    Rank 0 makes one payload at a time, and drops it when it is sent.
+    Rank 0 makes one payload at a time, and drops it when it is sent. If it fails to make one, it raises the error, and
+    the ranks that wait get no bytes.
     """
     size = torch.zeros(1, dtype=torch.int64)
     if distributed.is_main:
-        for rank in range(1, distributed.world_size):
-            content = torch.frombuffer(bytearray(payload(rank)), dtype=torch.uint8)
+        ranks = iter(range(1, distributed.world_size))
+        for rank in ranks:
+            try:
+                content = torch.frombuffer(bytearray(payload(rank)), dtype=torch.uint8)
+            except BaseException:
+                for waiting in (rank, *ranks):
+                    distributed.send(size.zero_(), waiting)
+                raise
             distributed.send(size.fill_(len(content)), rank)
             distributed.send(content, rank)
         return b""
     distributed.receive(size, 0)()
+    if not size:
+        return b""
     content = torch.zeros(int(size), dtype=torch.uint8)
     distributed.receive(content, 0)()
     return content.numpy().tobytes()
@@ -221,8 +230,11 @@ class DealtBatch(StepBatch):
             assert plan is not None
             return self._deal(plan.share(rank), self.holdings[rank])
 
-        payload = _scatter(message, distributed)
-        return self._receive(payload) if plan is None else plan.share(0)
+        def exchange() -> RankShare:
+            payload = _scatter(message, distributed)
+            return self._receive(payload) if plan is None else plan.share(0)
+
+        return distributed.together(exchange)
 
     def with_routes(self, routes: Mapping[int, np.ndarray], distributed: Distributed) -> StepBatch:
         own = sorted(routes)

@@ -23,7 +23,7 @@ from lockstep.rollout.records import (
 )
 from lockstep.trainer.batch import dealt_batch
 from lockstep.trainer.batch.assignment import Plan, plan
-from lockstep.trainer.batch.batch_bytes import encode, rows_of
+from lockstep.trainer.batch.batch_bytes import encode, row_arrays, rows_of
 from lockstep.trainer.batch.dealt_batch import DealtBatch, RowsOfRank, dealt
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
@@ -301,23 +301,41 @@ def test_dealt_rows_give_the_same_logprobs_and_gradients(share_prefixes: str) ->
         assert gradient.abs().max() > 0
 
 
-def test_a_row_that_has_changed_on_its_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_has_changed_on_its_way_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_other_ids(arrays: Any) -> list[TrainingRow]:
         return [replace(row, ids=row.ids + (row.ids == row.ids[5])) for row in rows_of(arrays)]
 
     monkeypatch.setattr(dealt_batch, "rows_of", with_other_ids)
     batch = a_batch()
 
-    def deal(rank: FakeRank) -> str:
+    def deal(rank: FakeRank) -> bool:
         mine = dealt(batch, rank)
-        if rank.is_main:
-            mine.share(lambda: plan_of(batch), rank)
-            return ""
         with pytest.raises(EvidenceError, match=r"row \d+ of the step, of rollout \d+, has changed on its way here"):
             mine.share(lambda: plan_of(batch), rank)
-        return "refused"
+        return True
 
-    assert on_ranks(RANKS, deal) == ["", "refused", "refused"]
+    assert on_ranks(RANKS, deal) == [True] * RANKS
+
+
+def test_rank_0_tells_all_ranks_that_it_cannot_send_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that have theirs already."""
+    batch, calls = a_batch(), []
+
+    def fails_once(rows: Any, **settings: Any) -> Any:
+        calls.append(rows)
+        if len(calls) == 2:
+            raise EvidenceError("no row")
+        return row_arrays(rows, **settings)
+
+    monkeypatch.setattr(dealt_batch, "row_arrays", fails_once)
+
+    def deal(rank: FakeRank) -> bool:
+        mine = dealt(batch, rank)
+        with pytest.raises(LockstepError, match="no row"):
+            mine.share(lambda: plan_of(batch, ranks=4), rank)
+        return True
+
+    assert on_ranks(4, deal) == [True] * 4
 
 
 def test_passes_over_one_plan_send_no_row_again() -> None:
