@@ -26,7 +26,7 @@ from mcp.shared.message import SessionMessage
 from mcp.types import jsonrpc_message_adapter
 
 from lockstep.integrations.tool_servers.server_settings import ServerSettings
-from lockstep.rollout.system import bound_process
+from lockstep.rollout.hosts import bound_process
 from lockstep.rollout.system.captured_output import OutputTail
 
 CONNECT_S = 30.0

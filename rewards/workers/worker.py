@@ -28,9 +28,9 @@ from lockstep.rewards.outcomes import judge_batch
 from lockstep.rewards.resolve import resolve
 from lockstep.rewards.workers.pool import RECEIVED
 from lockstep.rollout.errors import ConfigError
+from lockstep.rollout.hosts.bound_process import die_with_writers
 from lockstep.rollout.saved_rollouts import from_json
 from lockstep.rollout.system.background_loop import run_coroutine
-from lockstep.rollout.system.bound_process import die_with_writers
 from lockstep.rollout.system.deadline import Finished, is_async
 
 ORPHAN_POLL_S = 1.0

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -514,15 +515,16 @@ class _Ranks:
     def _exchange(self, what: str, mine: tuple[str | None, Any, bool]) -> list[tuple[str | None, Any, bool]]:
         if self._group is None:
             return [mine]
-        outcomes: list[Any] = [None] * dist.get_world_size(self._group)
+        from lockstep.rollout.system.rank_messages import gathered  # runs on one rank do not load it
+
         try:
-            dist.all_gather_object(outcomes, mine, group=self._group)
+            outcomes = gathered(pickle.dumps(mine), self._group)
+            return [pickle.loads(outcome) for outcome in outcomes]  # noqa: S301  # of this run
         except RuntimeError as error:
             raise RankLostError(
                 f"weight sync failed in {what}: another rank is gone or did not answer "
                 f"(this rank {self.rank}: {mine[0] or 'no error'}): {error}"
             ) from error
-        return outcomes
 
     def close(self) -> None:
         if self._group is not None:

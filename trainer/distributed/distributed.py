@@ -348,14 +348,9 @@ class Distributed:
         group = group or self._control
         if group is None:
             return [payload]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        torch_dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else mine[:0]
-        buffers = [torch.empty_like(mine) for _ in range(self.world_size)]
-        torch_dist.all_gather(buffers, mine, group=group)
-        return [buffer[: int(size)].numpy().tobytes() for buffer, size in zip(buffers, sizes, strict=True)]
+        from lockstep.rollout.system.rank_messages import gathered  # runs on one rank do not load it
+
+        return gathered(payload, group)
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a CPU tensor to another rank, which receives it; not a collective."""
@@ -377,13 +372,9 @@ class Distributed:
         """Return rank 0's payload on every rank."""
         if self._control is None:
             return payload
-        size = torch.tensor([len(payload)])
-        torch_dist.broadcast(size, src=0, group=self._control)
-        buffer = torch.zeros(int(size), dtype=torch.uint8)
-        if self.is_main and payload:
-            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        torch_dist.broadcast(buffer, src=0, group=self._control)
-        return payload if self.is_main else buffer.numpy().tobytes()
+        from lockstep.rollout.system.rank_messages import broadcast_from_first  # runs on one rank do not load it
+
+        return broadcast_from_first(payload, self._control)
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank."""

@@ -27,12 +27,27 @@ def backpropagate(distributed: Distributed, scale: float, *, is_last: bool = Tru
         backward(scale * distributed.module(torch.ones(1, 2)).sum())
 
 
+SIZES = [(0, 0), (0, 511), (512, 0), (513, 512), (512, 513), (3, 100_000), (70_000, 514)]
+"""Bytes of each rank's payload, around those that travel with their length."""
+
+
+def payload(rank: int, size: int) -> bytes:
+    return bytes((7 * rank + place) % 251 for place in range(size))
+
+
 def main(directory: str) -> None:
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
     rank = distributed.rank
     found: dict[str, Any] = {
         "sum": distributed.sum(torch.tensor([rank + 1, 10])).tolist(),
         "bytes": [len(part) for part in distributed.gather_bytes(b"x" * (5 * rank))],
+        "sizes gathered": [
+            distributed.gather_bytes(payload(rank, sizes[rank])) == [payload(one, sizes[one]) for one in (0, 1)]
+            for sizes in SIZES
+        ],
+        "sizes broadcast": [
+            distributed.broadcast_bytes(payload(rank, sizes[rank])) == payload(0, sizes[0]) for sizes in SIZES
+        ],
         "gathered": distributed.gather(torch.full((2 * rank,), 0.5 + rank, dtype=torch.float64)).tolist(),
         "none gathered": distributed.gather(torch.zeros(0)).tolist(),
         "broadcast": distributed.broadcast({"rank": rank}),

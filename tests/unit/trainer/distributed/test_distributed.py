@@ -51,6 +51,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("none gathered", []),
         ("broadcast", {"rank": 0}),
         ("no bytes", 0),
+        ("sizes gathered", [True] * 7),
+        ("sizes broadcast", [True] * 7),
         ("same claim meets", True),
         ("another claim meets", False),
         ("failure", "EngineError: the engine is dead"),
