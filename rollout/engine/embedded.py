@@ -57,6 +57,7 @@ from lockstep.rollout.vllm_names import check_vllm
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
 
     from lockstep.rollout.engine.token_scores import TokenScores
     from lockstep.rollout.media.image_prompts import ImagePrompts
@@ -280,6 +281,11 @@ class EmbeddedEngine:
             raise ConfigError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, found {mode!r}")
         if mode != "keep":
             self._admits.clear()
+        if self._images is None and not self.llm.output_processor.has_unfinished_requests():
+            # `pause_generation` would clear images, and sleep for 20 ms, for the last outputs of requests in flight.
+            core: AsyncMPClient = self.llm.engine_core
+            await self._call(core.pause_scheduler_async(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]
+            return
         if mode == "abort":  # buffered tokens are sent when requests freeze, not when they are aborted
             await self._call(self.llm.pause_generation(mode="keep", clear_cache=False), "pause")
         await self._call(self.llm.pause_generation(mode=mode, clear_cache=True), "pause")  # type: ignore[arg-type]

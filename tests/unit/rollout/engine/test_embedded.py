@@ -121,12 +121,22 @@ class RefusesWhilePaused:
     model_config = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 512)
 
     def __init__(self) -> None:
-        self.refuses = False
+        self.refuses = self.is_busy = False
+        self.pauses: list[tuple[str, str]] = []
+        """Calls that pause, with their modes."""
+        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: self.is_busy)
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause_scheduler)
         self.answered = self.refused = 0
         self.slept: list[int | str] = []
         """Levels of sleep, and labels of the weights."""
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.pauses.append(("engine", mode))
+        self.refuses = mode != "keep"
+
+    async def pause_scheduler(self, *, mode: str, clear_cache: bool) -> None:
+        assert clear_cache
+        self.pauses.append(("scheduler", mode))
         self.refuses = mode != "keep"
 
     async def resume_generation(self) -> None:
@@ -170,6 +180,19 @@ def test_requests_wait_for_the_end_of_a_pause_that_refuses_them(tmp_path: Path, 
         loop.run(engine.resume())
         assert loop.run(asyncio.wait_for(waiting, 10)) == "answer"
         assert (stand_in.answered, stand_in.refused) == (1, 0)
+        loop.run(engine.close())
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_an_engine_waits_for_the_last_outputs_only_if_requests_are_in_flight(tmp_path: Path, mode: str) -> None:
+    with BackgroundLoop() as loop:
+        engine = Paused(EngineSettings(model=str(tmp_path)), loop=loop, log_path=tmp_path / "engine.log")
+        stand_in: Any = engine.llm
+        loop.run(engine.pause(mode))
+        assert stand_in.pauses == [("scheduler", mode)]
+        stand_in.is_busy, stand_in.pauses = True, []
+        loop.run(engine.pause(mode))
+        assert stand_in.pauses == [("engine", "keep")] * (mode == "abort") + [("engine", mode)]
         loop.run(engine.close())
 
 
