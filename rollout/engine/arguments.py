@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "hybrid", "conv"})
 """Types of layers that carry a state from token to token, as transformers names them (`layer_types`)."""
 CPU_EXPERT_WIDTH = 32
 UNLIMITED = (0.0, float("inf"))
+MALLOC, KEEP_FREED = "GLIBC_TUNABLES", f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**40}"
+"""Settings of malloc for engines that get weights over gloo, all on a CPU, unless users have their own: keep what is
+freed. With malloc's defaults, the memory of staged weights and of each layer that is loaded goes back to the system
+after each sync, and allocating it again takes most of the time of the next one (docs/performance.md)."""
 
 CPU_SCHEMES = ("fp8_per_channel",)
 """Those for which its CPU build has kernels."""
@@ -157,15 +162,16 @@ def _as_transformers(path: str | Path, text: PreTrainedConfig, *, is_cpu: bool) 
 
 
 def engine_variables(settings: EngineSettings, *, is_cpu: bool) -> dict[str, str]:
-    """Return environment variables of an engine's processes that change what it computes.
+    """Return environment variables of an engine's processes, for what it computes and its main memory.
 
     Raises `ConfigError` for batch invariance on a CPU.
     """
-    if not settings.batch_invariant:
-        return {}
-    if is_cpu:
+    if is_cpu and settings.batch_invariant:
         raise ConfigError(
             "rollout.batch_invariant=true: vLLM has batch-invariant kernels for GPUs only; set "
             "rollout.batch_invariant=false"
         )
-    return {"VLLM_BATCH_INVARIANT": "1"}
+    variables = {"VLLM_BATCH_INVARIANT": "1"} if settings.batch_invariant else {}
+    if settings.weight_transfer_backend == "gloo" and MALLOC not in os.environ:
+        variables[MALLOC] = KEEP_FREED
+    return variables

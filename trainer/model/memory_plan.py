@@ -3,7 +3,8 @@
 An estimate from shapes and settings. Counted: weights, float32 masters, gradients, optimizer state, activations of one
 full pack, router logits and replayed routes of a mixture of experts, the tile of logits and the gradient of the head,
 buffers of collectives and of the weight sync, the reference, an average of the policy, and on the engine's rank its
-weights, KV cache and workspace; on a CPU, the programs themselves. What DeepSpeed offloads is not on the GPU.
+weights, KV cache and workspace; on a CPU, the weights that arrive, and the programs themselves. What DeepSpeed offloads
+is not on the GPU.
 Not counted: a teacher's engine, workspaces of the trainer's kernels, fragmentation, CUDA contexts (about 0.5 GiB per
 process), rows and rollouts in main memory; on a GPU, Python. Accurate within a third.
 """
@@ -221,7 +222,8 @@ def memory_plan(shape: ModelShape, config: Config, sharding: Sharding, *, on_gpu
         gathered=min(bucket, compute * shape.parameters) * buckets + min(messages, compute * shape.parameters),
         communication=communication,
         live_weights=compute * live,
-        engine_weights=compute * shape.engine_parameters * engines,
+        # On a CPU an engine keeps the memory in which whole weights arrive (`KEEP_FREED`).
+        engine_weights=compute * shape.engine_parameters * engines * (1 if on_gpu or config.model.lora.rank else 2),
         kv_cache=int((cache_gib(config.rollout, on_gpu=on_gpu) or 0) * GIB) * engines,
         engine_workspace=engine_workspace_bytes(shape, requests=config.rollout.max_num_seqs, compute=compute) * engines
         if on_gpu

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -48,11 +46,8 @@ def views(bucket: torch.Tensor, metas: Sequence[ParamMeta]) -> list[tuple[str, t
 
 
 def new_bucket(size: int) -> torch.Tensor:
-    """Allocate bytes of main memory, in huge pages if available: allocating by page takes longer than a copy."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    """Allocate bytes of main memory; malloc has them from the last update, where `KEEP_FREED` is set."""
+    return torch.empty(size, dtype=torch.uint8)
 
 
 class _Receipt:

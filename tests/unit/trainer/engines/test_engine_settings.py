@@ -15,6 +15,7 @@ import pytest
 import torch
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from lockstep.rollout.engine.arguments import KEEP_FREED, MALLOC, engine_variables
 from lockstep.rollout.engine.engine_settings import EngineSettings
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.server.server_engine import ServerEngine
@@ -29,6 +30,7 @@ from lockstep.trainer.tools.serve_engine import check_host, command, environment
 from tests.fixtures.broken_models import change_config
 from tests.fixtures.fake_server import KEY, SERVER_INFO, FakeServer
 from tests.fixtures.models import save_tiny_model
+from tests.fixtures.paths import ROOT
 
 try:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -210,6 +212,19 @@ def test_several_engines_that_would_share_a_core_or_a_gpu_are_refused(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="or rollout=colocated for an engine on every GPU"):
         check_cores(2)
+
+
+def test_engines_that_get_weights_over_gloo_keep_memory_unless_users_tune_malloc(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    over_gloo = EngineSettings(model="m", dtype="float32")
+    assert engine_variables(over_gloo, is_cpu=True) == {
+        "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+    }
+    assert engine_variables(replace(over_gloo, weight_transfer_backend="nccl"), is_cpu=False) == {}
+    assert f"{MALLOC}={KEEP_FREED}" in line_of(config())
+    assert f"`{MALLOC}={KEEP_FREED}`" in (ROOT / "docs" / "engines.md").read_text()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    assert engine_variables(over_gloo, is_cpu=True) == {}
 
 
 def test_a_server_compiles_its_model_when_asked():

@@ -364,6 +364,18 @@ def test_each_of_several_engines_holds_weights_and_a_cache() -> None:
     assert "rollout.kv_cache_gib=2 (" in sentence
 
 
+def test_an_engine_on_a_cpu_keeps_the_memory_in_which_whole_weights_arrive() -> None:
+    shape, adapted = shape_of(policy()), Config()
+    adapted.model.lora.rank = 4
+
+    def engine_weights(config: Config, *, on_gpu: bool) -> int:
+        return memory_plan(shape, config, Sharding(), on_gpu=on_gpu).engine_weights
+
+    once = engine_weights(Config(), on_gpu=True)
+    assert engine_weights(Config(), on_gpu=False) == 2 * once > 0
+    assert engine_weights(adapted, on_gpu=False) == once
+
+
 def test_servers_take_no_memory_of_the_trainer() -> None:
     config = Config()
     config.rollout.engine, config.rollout.urls = "server", ["http://127.0.0.1:8000"]
