@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the curves in the picture")
     parser.add_argument("--picture", type=Path, help="draw the curves of one workload here, data in a JSON file beside")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="processes of each trainer; with several, each of Lockstep's has an engine"
+        "--ranks", type=int, default=1, help="processes of each trainer; the first of Lockstep's has all engines"
     )
     parser.add_argument(
         "--threads", default="best", help="compute threads of each rank: a number, or the best of 1 and all cores"

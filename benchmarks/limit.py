@@ -54,7 +54,7 @@ def measure(name: str, *, ranks: int, engines: int, updates: int, settings: Sequ
     logs = ROOT / "runs" / "benchmarks"
     logs.mkdir(parents=True, exist_ok=True)
     threads = max(1, cores() // ranks)
-    common = [f"rollout.num_engines={engines}", *(["rollout=colocated"] if ranks > 1 else []), *settings]
+    common = [f"rollout.num_engines={engines}", *settings]
     with (
         tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".benchmark-") as folder,
         contextlib.ExitStack() as stack,
@@ -71,10 +71,9 @@ def measure(name: str, *, ranks: int, engines: int, updates: int, settings: Sequ
             )
         )
         run.first_turn()
-        number = engines * ranks
-        threads_of_engine = max(1, cores() - 1 if number == 1 else cores() // number)
+        threads_of_engine = max(1, cores() - 1 if engines == 1 else cores() // engines)
         of_parts = {
-            "engine": (number, environment(threads_of_engine) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+            "engine": (engines, environment(threads_of_engine) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
             "update": (ranks, environment(threads) | waiting()),
         }
         limit = {
@@ -140,7 +139,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--workloads", nargs="+", choices=COMPARED, default=["multi_equal", "real_long"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--engines", type=int, help="engines of one rank; default: one per core")
+    parser.add_argument("--engines", type=int, help="engines, all of the first rank; default: one per core")
     parser.add_argument("--updates", type=int, default=6, help="measured updates, after those that are not counted")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="further settings of the run")
     args = parser.parse_intermixed_args()
@@ -149,7 +148,7 @@ def main() -> None:
     for name in names:
         COMPARED[name].prepare()
         for num_ranks in ranks:
-            engines = 1 if num_ranks > 1 else args.engines or cores()
+            engines = args.engines or cores()
             of_run, of_limit = measure(name, ranks=num_ranks, engines=engines, updates=updates, settings=args.settings)
             key = f"{name}_{num_ranks}"
             of_parts, numbers[f"{key}_ratio"] = parts(of_run, of_limit)

@@ -27,12 +27,10 @@ UNSAVED += ("eval.before_training=false",)
 """Settings that leave out the work between updates."""
 
 
-def speed(workload: AnyWorkload, ranks: int) -> list[str]:
-    """Return the settings of speed alone."""
-    num_engines = min(MAX_ENGINES, len(os.sched_getaffinity(0))) if ranks == 1 else 1
+def speed(workload: AnyWorkload) -> list[str]:
+    """Return the settings of speed alone: an engine per core, all of the first rank, as ranks share the machine."""
     return [
-        f"rollout.num_engines={num_engines}",
-        *(["rollout=colocated"] if ranks > 1 else []),
+        f"rollout.num_engines={min(MAX_ENGINES, len(os.sched_getaffinity(0)))}",
         f"rollout.compile_engine={str(workload.is_engine_compiled).lower()}",
     ]
 
@@ -41,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=COMPARED)
     parser.add_argument("--updates", type=int, required=True)
-    parser.add_argument("--ranks", type=int, default=1, help="number of ranks; several have an engine each")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks")
     parser.add_argument("--run-root", required=True)
     parser.add_argument("--plain", action="store_true", help="leave engines as the configuration has them")
     parser.add_argument("--rows-to", type=Path, help="file for the rows of each update, for limit_side.py")
@@ -69,7 +67,7 @@ def main() -> None:
     workload = COMPARED[arguments.workload]
     settings = [
         *workload.settings(),
-        *([] if arguments.plain else speed(workload, arguments.ranks)),
+        *([] if arguments.plain else speed(workload)),
         *UNSAVED,
         f"updates={arguments.updates}",
         f"run_root={arguments.run_root}",
