@@ -134,6 +134,7 @@ class Trainer:
                 trained_rollout_metrics(
                     collected=collection,
                     batch=batch,
+                    counts_of=ahead.counts,
                     logprobs=logprobs,
                     trained_N=trained_N,
                     correction=correction_result,
@@ -191,7 +192,6 @@ class Trainer:
                 rows_of=ahead.of,
             )
         )
-        ahead.forget()
         if self._teacher is not None:
             teacher, every = self._teacher, self._config.correction.noise_floor_every
             is_due = bool(every) and self.num_steps % every == 0

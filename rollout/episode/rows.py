@@ -24,6 +24,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,9 +39,10 @@ class _Node:
     call: EngineCall
     turn: int
     """Index of the call in the sequence given."""
-    path: bytes
+    path: bytes = b""
     """`prompt + sampled`, 8 bytes a token, most significant first: bytes compare and nest as the token ids do. The
-    first id of an image is a number of its digest (`ids_with_images`), since two images may have the same ids."""
+    first id of an image is a number of its digest (`ids_with_images`), since two images may have the same ids. Empty
+    for the calls of `_single_path`, which are not compared."""
     parent: _Node | None = None
     children: list[_Node] = field(default_factory=list)
     is_trained: bool = False
@@ -60,6 +62,8 @@ def rows_from_calls(calls: Sequence[EngineCall], *, rollout_id: int = 0, group_i
 
     Raises `EvidenceError` if some calls of a row have a sampling support and others do not (docs/tokens.md).
     """
+    if (path := _single_path(calls)) is not None:
+        return [_row(path[-1], path, rollout_id=rollout_id, group_id=group_id)]
     rows = []
     for leaf in _leaves(_call_tree(calls)):
         new_nodes = []
@@ -74,7 +78,22 @@ def rows_from_calls(calls: Sequence[EngineCall], *, rollout_id: int = 0, group_i
 
 def extension_count(calls: Sequence[EngineCall]) -> int:
     """Count the calls that extend another call."""
+    if (path := _single_path(calls)) is not None:
+        return len(path) - 1
     return sum(node.parent is not None for node in _call_tree(calls))
+
+
+def _single_path(calls: Sequence[EngineCall]) -> list[_Node] | None:
+    """Return the nodes of a tree that is one path, in the order of the calls; None if it may be another tree.
+
+    A prompt that stores all tokens of the call before it as shared (`PromptSharing`) was compared with them already.
+    """
+    nodes = [_Node(call=call, turn=turn) for turn, call in enumerate(calls) if is_trainable(call)]
+    for before, node in pairwise(nodes):
+        prompt, parent = node.call.prompt, before.call
+        if prompt.base is not parent or prompt.num_shared < len(parent.prompt) + len(parent.sampled_ids):
+            return None
+    return nodes if nodes and not nodes[-1].call.images else None
 
 
 def _call_tree(calls: Sequence[EngineCall]) -> list[_Node]:
@@ -135,9 +154,7 @@ def _leaves(nodes: list[_Node]) -> Iterator[_Node]:
 
 
 def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: int) -> TrainingRow:
-    ids = np.frombuffer(leaf.path, dtype=">i8").astype(np.int64)
-    if leaf.call.images:
-        ids[: len(leaf.call.prompt)] = leaf.call.prompt_ids  # the path has numbers of the images in it
+    ids = np.frombuffer(array("q", leaf.call.all_ids), dtype=np.int64)
     loss_mask = np.zeros(len(ids), dtype=bool)
     logprobs = np.zeros(len(ids), dtype=np.float32)
     versions = np.full(len(ids), -1, dtype=np.int32)
@@ -146,7 +163,7 @@ def _row(leaf: _Node, trained: Sequence[_Node], *, rollout_id: int, group_id: in
         start = len(node.call.prompt)
         sampled_slice = slice(start, start + len(node.call.sampled_ids))
         loss_mask[sampled_slice] = True
-        logprobs[sampled_slice] = node.call.sampled_logprobs
+        logprobs[sampled_slice] = array("f", node.call.sampled_logprobs)  # an array is converted faster than a tuple
         turns[sampled_slice] = node.turn
         for span in node.call.version_spans:
             versions[start + span.start : start + span.end] = span.version

@@ -11,6 +11,7 @@ Without tokens, calls or rollouts, the first three are 1 and the last two are 0.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -66,13 +67,16 @@ def _num_matched(row: TrainingRow, calls: Sequence[EngineCall]) -> int:
 
     Positions are not compared, so that tokens still match after a context of another length (tokenized again).
     """
-    num_matches = 0
-    for turn in np.unique(row.turns[row.loss_mask]).tolist():
-        if not 0 <= turn < len(calls):
-            continue
-        positions = np.flatnonzero(row.loss_mask & (row.turns == turn))[: len(calls[turn].sampled_ids)]
-        ids = np.asarray(calls[turn].sampled_ids[: len(positions)], dtype=np.int64)
-        logprobs = np.asarray(calls[turn].sampled_logprobs[: len(positions)], dtype=np.float32)
-        is_same = (row.ids[positions] == ids) & (row.sampling_logprobs[positions] == logprobs)
-        num_matches += int(is_same.sum())
-    return num_matches
+    positions = np.flatnonzero(row.loss_mask)
+    positions = positions[np.argsort(row.turns[positions], kind="stable")]
+    turns, counts = np.unique(row.turns[positions], return_counts=True)
+    ids, logprobs, compared = array("q"), array("f"), []  # arrays are converted faster than tuples
+    end = 0
+    for turn, count in zip(turns.tolist(), counts.tolist(), strict=True):
+        sampled_ids = calls[turn].sampled_ids[:count] if 0 <= turn < len(calls) else ()
+        ids.extend(sampled_ids)
+        logprobs.extend(calls[turn].sampled_logprobs[:count] if sampled_ids else ())
+        compared.append(positions[end : end + len(sampled_ids)])
+        end += count
+    positions = np.concatenate([positions[:0], *compared])
+    return int(((row.ids[positions] == ids) & (row.sampling_logprobs[positions] == logprobs)).sum())

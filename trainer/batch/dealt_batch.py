@@ -28,6 +28,7 @@ from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.batch.assignment import Plan, RankShare
 from lockstep.trainer.batch.batch_bytes import rollout_arrays, rollout_values, row_arrays, rows_of, to_bytes
 from lockstep.trainer.batch.packing import StepLayout
+from lockstep.trainer.batch.rows_ahead import checksum
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.batch.teacher_scores import TeacherScores
 from lockstep.trainer.distributed.distributed import Distributed
@@ -157,14 +158,12 @@ def _numbers(batch: StepBatch) -> dict[str, np.ndarray]:
 
 
 def _checksum(row: TrainingRow) -> int:
-    """Return a checksum of what is trained of a row: ids, mask, logprobs of the engine, support and experts."""
-    arrays = [row.ids, row.loss_mask, row.sampling_logprobs[row.loss_mask]]
-    arrays += [] if row.support is None else [row.support.offsets, row.support.token_ids]
-    arrays += [] if row.routes is None else [row.routes]
-    checksum = 0
-    for array in arrays:
-        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
-    return checksum
+    """Return a checksum of what is trained of a row, with its support and experts."""
+    result = checksum(row)
+    arrays = [] if row.support is None else [row.support.offsets, row.support.token_ids]
+    for array in [*arrays, *([] if row.routes is None else [row.routes])]:
+        result = zlib.crc32(np.ascontiguousarray(array).data, result)
+    return result
 
 
 def _scatter(payload: Callable[[int], bytes], distributed: Distributed) -> bytes:
@@ -290,8 +289,8 @@ class DealtBatch(StepBatch):
             values = self.numbers.of_tokens[name]
             arrays[name] = np.full(len(loss_mask), elsewhere, dtype=values.dtype)
             arrays[name][loss_mask] = values[tokens]
-        for index, checksum, row in zip(indices.tolist(), arrays["checksums"].tolist(), rows_of(arrays), strict=True):
-            if _checksum(row) != checksum:
+        for index, expected, row in zip(indices.tolist(), arrays["checksums"].tolist(), rows_of(arrays), strict=True):
+            if _checksum(row) != expected:
                 raise EvidenceError(
                     f"row {index} of the step, of rollout {row.rollout_id}, has changed on its way here"
                 )

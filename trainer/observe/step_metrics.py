@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from lockstep.trainer.objective.correction.mismatch import mismatch_metrics
 from lockstep.trainer.objective.correction.weights import CorrectionResult
 from lockstep.trainer.stopwatch import Stopwatch
 
+CountsOf = Callable[[Rollout, Sequence[TrainingRow]], TokenCounts]
 IDLE_STAGES = ("rollout", "reward", "wait")
 """Stages of a step in which the trainer computes nothing."""
 
@@ -55,6 +56,7 @@ def trained_rollout_metrics(
     *,
     collected: Collected,
     batch: StepBatch,
+    counts_of: CountsOf,
     logprobs: Logprobs,
     trained_N: Tensor,
     correction: CorrectionResult,
@@ -66,12 +68,13 @@ def trained_rollout_metrics(
     """Return the metrics of a step that need rollouts: theirs, and those of correction, reference and teacher.
 
     Args:
+        counts_of: compares a rollout with its rows.
         trained_N: the trainer's logprobs of the trained tokens before the update.
         correction: the correction as it was applied.
         version: of the weights before the update.
         noise_floor: as last measured.
     """
-    metrics = rollout_metrics(collected, batch, pass_threshold)
+    metrics = rollout_metrics(collected, batch, counts_of, pass_threshold)
     if settings.mode != "none" and batch.layout.num_tokens:
         metrics |= mismatch_metrics(
             trained_N,
@@ -92,7 +95,9 @@ def trained_rollout_metrics(
     return metrics
 
 
-def rollout_metrics(collected: Collected, batch: StepBatch, pass_threshold: float) -> dict[str, float]:
+def rollout_metrics(
+    collected: Collected, batch: StepBatch, counts_of: CountsOf, pass_threshold: float
+) -> dict[str, float]:
     """Return counts and means over rollouts and rows; on ranks without rollouts only over rows."""
     metrics = {
         "rollout/delivered": float(batch.num_rollouts),
@@ -105,7 +110,7 @@ def rollout_metrics(collected: Collected, batch: StepBatch, pass_threshold: floa
         metrics
         | reward_metrics(collected.rollouts, pass_threshold)
         | _sampling_metrics(collected.rollouts)
-        | token_metrics(collected.trained, batch)
+        | token_metrics(collected.trained, batch, counts_of)
         | outcome_metrics(collected.rollouts)
         | dict(collected.metrics)
     )
@@ -145,14 +150,18 @@ def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, float]:
+def token_metrics(
+    rollouts: Sequence[Rollout],
+    batch: StepBatch,
+    counts_of: CountsOf = lambda rollout, rows: count_tokens(rollout.calls, rows),
+) -> dict[str, float]:
     """Return the agreement of the trained rows with the engine's answers; a row that has changed on its way to another
     rank is refused there (`trainer/batch/dealt_batch.py`)."""
     rows: dict[int, list[TrainingRow]] = {}
     for row in batch.rows:
         rows.setdefault(row.rollout_id, []).append(row)
     delivered_rollouts = (rollout for rollout in rollouts if rollout.is_trainable)
-    counts = (count_tokens(rollout.calls, rows.get(rollout.rollout_id, [])) for rollout in delivered_rollouts)
+    counts = (counts_of(rollout, rows.get(rollout.rollout_id, [])) for rollout in delivered_rollouts)
     return sum(counts, TokenCounts()).metrics()
 
 

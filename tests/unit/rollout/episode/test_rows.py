@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.rollout.episode.rows import extension_count, is_trainable, rows_from_calls
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import EngineCall, FinishReason, SamplingSupport, TrainingRow
+from lockstep.rollout.records import EngineCall, FinishReason, PromptSharing, SamplingSupport, TrainingRow
 from tests.fixtures.calls import a_call, call_trees
 
 
@@ -84,6 +84,17 @@ def test_there_is_one_row_per_leaf_of_the_tree_of_longest_prefixes(calls: list[E
     rows = rows_from_calls(calls)
     assert len(rows) == leaves
     assert {tuple(row.ids.tolist()) for row in rows} <= {call.all_ids for call in calls}
+
+
+@settings(max_examples=400, deadline=None)
+@given(call_trees())
+def test_prompts_that_share_ids_with_earlier_calls_make_the_rows_of_whole_prompts(calls: list[EngineCall]) -> None:
+    sharing = PromptSharing()
+    shared = [sharing.add(call) for call in calls]
+    rows, expected = rows_from_calls(shared), rows_from_calls(calls)
+    assert list(map(content, rows)) == list(map(content, expected))
+    assert [row.turns.tolist() for row in rows] == [row.turns.tolist() for row in expected]
+    assert extension_count(shared) == extension_count(calls)
 
 
 @settings(max_examples=200, deadline=None)

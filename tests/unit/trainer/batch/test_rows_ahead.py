@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import Rollout, RolloutStatus, SamplingSupport
+from lockstep.rollout.records import EngineCall, Rollout, RolloutStatus, SamplingSupport, TrainingRow
 from lockstep.trainer.batch import rows_ahead
 from lockstep.trainer.batch.rows_ahead import RowsAhead, rows_of_rollout
 from tests.unit.trainer.batch.test_step_batch import rollout
@@ -52,12 +54,47 @@ def test_a_rollout_with_other_calls_or_another_id_gets_its_own_rows(made: list[i
     assert made == [1, 1, 3]
 
 
-def test_rows_of_dropped_rollouts_are_forgotten(made: list[int]) -> None:
-    rows, dropped = RowsAhead(), rollout(1)
-    rows.before(lambda one: None)(dropped)
-    rows.forget()
-    assert rows.of(dropped)
-    assert made == [1, 1]
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of calls of rollouts that were compared with their rows, in order."""
+    numbers: list[int] = []
+
+    def noted(calls: Sequence[EngineCall], rows: Sequence[TrainingRow]) -> TokenCounts:
+        numbers.append(len(calls))
+        return count_tokens(calls, rows)
+
+    monkeypatch.setattr(rows_ahead, "count_tokens", noted)
+    return numbers
+
+
+def test_rows_are_compared_with_their_calls_when_they_are_made_and_once(compared: list[int]) -> None:
+    ahead, one = RowsAhead(), rollout(1)
+    ahead.before(lambda one: None)(one)
+    scored = replace(one, reward=7.0)
+    assert ahead.counts(scored, ahead.of(scored)).matched == scored.num_sampled > 0
+    assert compared == [1]
+
+
+@pytest.mark.parametrize("name", ["ids", "loss_mask", "sampling_logprobs", "versions", "turns"])
+def test_a_row_that_has_changed_since_it_was_made_is_compared_again(compared: list[int], name: str) -> None:
+    ahead, one = RowsAhead(), rollout(1)
+    ahead.before(lambda one: None)(one)
+    (row,) = ahead.of(one)
+    last = np.flatnonzero(row.loss_mask)[-1]
+    getattr(row, name)[last] = False if name == "loss_mask" else 3
+    counts = ahead.counts(one, [row])
+    assert counts == count_tokens(one.calls, [row])
+    assert counts.matched == one.num_sampled - (name != "versions")
+    assert compared == [1, 1]
+
+
+def test_a_rollout_whose_rows_were_not_made_ahead_is_compared_with_those_it_has(compared: list[int]) -> None:
+    one, other = rollout(1), rollout(1, sampled=5)
+    ahead = RowsAhead()
+    ahead.before(lambda one: None)(other)
+    assert ahead.counts(one, rows_of_rollout(one)).trained == one.num_sampled != 5
+    assert ahead.counts(rollout(2), []).trained == 0
+    assert compared == [1, 1, 1]
 
 
 def test_a_failed_rollout_has_no_rows_made(made: list[int]) -> None:
