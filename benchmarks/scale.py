@@ -67,7 +67,9 @@ from lockstep.rewards.workers.pool import Isolation
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import PooledEngine, Sampling
+from lockstep.rollout.episode.prepared_calls import prepared
 from lockstep.rollout.records import Rollout
+from lockstep.rollout.rollout_lines import calls_as_json, write_rollouts
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.server.server_engine import ServerEngine
 from lockstep.rollout.system.background_loop import BackgroundLoop
@@ -76,7 +78,6 @@ from lockstep.trainer.batch.assignment import Plan
 from lockstep.trainer.batch.dealt_batch import dealt
 from lockstep.trainer.batch.prefix_bundles import plan_bundles
 from lockstep.trainer.batch.prefixes import token_keys
-from lockstep.trainer.batch.rows_ahead import RowsAhead
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes
@@ -88,6 +89,7 @@ from lockstep.trainer.credit.old_policy import FromUpdate
 from lockstep.trainer.credit.targets import Logprobs, rollout_targets
 from lockstep.trainer.distributed.distributed import Distributed
 from lockstep.trainer.objective.correction.mismatch import mismatch_metrics
+from lockstep.trainer.observe.step_metrics import token_metrics
 
 SWEEPS = ("engines", "drivers", "ranks", "apart", "meetings", "http", "turns")
 SHORT = Lengths(median=3, sigma=0.5, longest=8)
@@ -230,6 +232,12 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             )
             for number in range(rank, load.engines, load.ranks)
         ]
+        preparing = CpuMeter()
+
+        def metered(rollout: Rollout) -> Rollout:
+            with preparing.counted():
+                return prepared(rollout, calls_as_json)
+
         pool = EnginePool(engines)
         pool.on_lost = lambda member, error: None  # it stays away until the next push
         sampler = Sampler(
@@ -238,19 +246,12 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             make_environment=lambda: SimulatedTask(load.turns),
             max_turns=load.turns.longest,
             seed=0,
+            prepare=metered,
         )
         record_bytes: list[int] = []
         drivers = CountingDrivers(loop, ranks, record_bytes) if load.ranks > 1 else Drivers(loop)
         episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
         sampling = Sampling(max_tokens=load.tokens.longest, stop_token_ids=chat.stop_token_ids)
-
-        ahead, making = RowsAhead(), CpuMeter()
-
-        def made_ahead(rollout: Rollout) -> None:
-            with making.counted():
-                make(rollout)
-
-        make = ahead.before(lambda rollout: None)
 
         def rollouts(count: int, step: int) -> list[Any]:
             groups = episodes.groups(
@@ -260,13 +261,12 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
                 sampling=sampling,
                 step=step,
                 stage=lambda name: nullcontext(),
-                on_rollout=made_ahead,
             )
             return [rollout for group in groups for rollout in group]
 
         def share(rollouts: list[Any]) -> StepBatch:
             """As `Trainer._share`, and the first pass of a step."""
-            batch = ranks.together(lambda: StepBatch.of(rollouts, mask_truncated=False, rows_of=ahead.of))
+            batch = ranks.together(lambda: StepBatch.of(rollouts, mask_truncated=False))
             batch = dealt(batch, ranks)
 
             def assign() -> Plan:
@@ -298,7 +298,7 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             begun_at = loop.clock.now
             requests_before = sum(engine.num_requests for engine in engines)
             record_bytes.clear()
-            making.seconds = 0.0
+            preparing.seconds = 0.0
             watch, thread_before_s = Stopwatch(meter), loop.run_real(thread_s())
             delivered = rollouts(load.num_groups, step=1)
             thread_after_s, driving_s = loop.run_real(thread_s()), watch.lap()
@@ -309,6 +309,8 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             sharing_s = watch.lap()
             compute_over_all_tokens(batch)
             computing_s = watch.lap()
+            end_step(delivered, batch)
+            ending_s = watch.lap()
             payload = pack(delivered)
             packing_s = watch.lap()
             pickle.loads(payload)  # noqa: S301  # of this process
@@ -323,10 +325,11 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
         "rollouts": load.rollouts,
         "driving_s": driving_s,
         "episodes_s": thread_after_s - thread_before_s,
-        "making_s": making.seconds,
+        "preparing_s": preparing.seconds,
         "sharing_s": sharing_s,
         "planning_s": planned[-1],
         "computing_s": computing_s,
+        "ending_s": ending_s,
         "packing_s": packing_s,
         "unpacking_s": unpacking_s,
         "packed_bytes": len(payload),
@@ -357,6 +360,14 @@ def compute_over_all_tokens(batch: StepBatch) -> None:
         version_T=batch.versions_N,
         current_version=0,
     )
+
+
+def end_step(rollouts: list[Rollout], batch: StepBatch) -> None:
+    """Do what rank 0 does with the tokens of all rollouts at the end of a step: check their rows, and save them."""
+    if rollouts:
+        token_metrics(rollouts, batch)
+        with tempfile.TemporaryDirectory() as folder:
+            write_rollouts(Path(folder) / "step.jsonl", rollouts)
 
 
 async def pool_s(pool: EnginePool) -> float:

@@ -516,9 +516,10 @@ class Rollout:
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if len(self.calls) > 1 and all(call.prompt.base is None for call in self.calls):
-            sharing = PromptSharing()
-            object.__setattr__(self, "calls", tuple(map(sharing.add, self.calls)))
+        calls = self.calls
+        # Calls of a subclass were shared before (`PreparedCalls`).
+        if type(calls) in (tuple, list) and len(calls) > 1 and all(call.prompt.base is None for call in calls):
+            object.__setattr__(self, "calls", tuple(map(PromptSharing().add, calls)))
         if self.error is not None:
             object.__setattr__(self, "error", safe_text(at_row(self.error, self.example)))
 

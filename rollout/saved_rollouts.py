@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,10 +38,11 @@ from lockstep.rollout.records import (
     VersionSpan,
     token_ids,
 )
+from lockstep.rollout.rollout_lines import PLAIN_FIELDS
+from lockstep.rollout.rollout_lines import to_json as to_json
+from lockstep.rollout.rollout_lines import write_rollouts as write_rollouts
 from lockstep.rollout.system.plain_files import plain_lines
 
-PLAIN_FIELDS = ("rollout_id", "group_id", "status", "reward", "rewards", "outcome", "error", "duration_s", "example")
-"""Fields of a rollout that JSON holds as they are."""
 KINDS: dict[str, Any] = {
     **dict.fromkeys(("rollout_id", "group_id"), int),
     **dict.fromkeys(("reward", "duration_s"), int | float),
@@ -53,28 +53,6 @@ KINDS: dict[str, Any] = {
 """Types of the fields."""
 UPDATE_FILE = re.compile(r"step-([0-9]{1,18})(-untrained-[0-9]+)?\.jsonl")
 """Name of a run's file of rollouts, with its update."""
-
-
-def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """Write the file atomically: under a temporary name first, so a reader never finds half of it.
-
-    Raises OSError on failure; an older file is kept.
-    """
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("w") as file:
-            for rollout in rollouts:
-                file.write(json.dumps(to_json(rollout, shares_prompts=True), default=as_text) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a crash of the machine may keep the name without the content
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def as_text(value: Any) -> str:
-    """Return what JSON has no form for as text; of bytes, such as an image of a data row, their number."""
-    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
@@ -120,26 +98,6 @@ def read_newest_rollouts(directory: Path) -> tuple[Path | None, list[Rollout], l
         except DataError as error:
             problems.append(str(error))
     return None, [], problems
-
-
-def to_json(rollout: Rollout, *, shares_prompts: bool = False) -> dict[str, Any]:
-    """Return a rollout as JSON. shares_prompts: write the beginning of a prompt that an earlier call has only there."""
-    indices: dict[int, int] = {}
-    calls = []
-    for call in rollout.calls:
-        base = indices.get(id(call.prompt.base)) if shares_prompts else None
-        calls.append(_call_to_json(call, base=base))
-        indices[id(call)] = len(indices)
-    data = {name: getattr(rollout, name) for name in PLAIN_FIELDS} | {
-        "messages": [dict(message) for message in rollout.messages],
-        "calls": calls,
-    }
-    if rollout.call_messages is not None:
-        data["call_messages"] = list(rollout.call_messages)
-    if rollout.logged:
-        data["logged"] = {name: dict(columns) for name, columns in rollout.logged.items()}
-    optional = {"turn_rewards": list(rollout.turn_rewards), "cause": rollout.cause}
-    return data | {name: value for name, value in optional.items() if value}
 
 
 def from_json(data: Mapping[str, Any]) -> Rollout:
@@ -202,37 +160,6 @@ def _calls_from_json(data: list[dict[str, Any]]) -> tuple[EngineCall, ...]:
             prompt = Prompt(own_ids=tuple(one["prompt_ids"]))
         calls.append(_call_from_json(one, prompt))
     return tuple(calls)
-
-
-def _call_to_json(call: EngineCall, *, base: int | None = None) -> dict[str, Any]:
-    """Return a call as JSON. base: index of the call that its prompt builds on; None writes the whole prompt."""
-    if base is None:
-        data: dict[str, Any] = {"prompt_ids": call.prompt_ids}
-    else:
-        data = {"extends": (base, call.prompt.num_shared), "own_prompt_ids": call.prompt.own_ids}
-    data |= {
-        "sampled_ids": call.sampled_ids,
-        "sampled_logprobs": call.sampled_logprobs,
-        "finish_reason": call.finish_reason.value,
-        "version_spans": [span.values for span in call.version_spans],
-    }
-    if call.support is not None:
-        data["support"] = {"offsets": call.support.offsets.tolist(), "token_ids": call.support.token_ids.tolist()}
-    if call.routes is not None:
-        data["routes"] = _routes_to_json(call.routes, is_shared=base is not None)
-    if call.images:
-        data["images"] = [(image.start, image.end, image.digest) for image in call.images]
-    return data
-
-
-def _routes_to_json(routes: Routes, *, is_shared: bool) -> dict[str, Any]:
-    own = routes.own if is_shared else routes.whole
-    return {
-        "shared": routes.num_shared if is_shared else 0,
-        "shape": own.shape,
-        "dtype": str(own.dtype),
-        "data": base64.b64encode(zlib.compress(own.tobytes())).decode(),
-    }
 
 
 def _routes_from_json(data: Mapping[str, Any], base: EngineCall | None) -> Routes:

@@ -103,7 +103,8 @@ def images_of_data(model: ModelConfig, chat: Chat) -> dict[str, Any]:
     return {"store": chat.images.store, "max_images": model.images.max_per_prompt}
 
 
-def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
+def make_sampler(config: Config, *, engine: Engine, chat: Chat, **options: Any) -> Sampler:
+    """options: others of `Sampler`."""
     environment = config.environment
     return Sampler(
         engine=engine,
@@ -113,6 +114,7 @@ def make_sampler(config: Config, *, engine: Engine, chat: Chat) -> Sampler:
         call_timeout_s=environment.call_timeout_s,
         seed=config.seed,
         gateway=make_gateway_settings(config.gateway, config.model),
+        **options,
     )
 
 

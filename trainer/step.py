@@ -23,7 +23,6 @@ from lockstep.rollout.errors import TrainingError
 from lockstep.rollout.records import Cause, Rollout
 from lockstep.rollout.sampler.sampler import OnRollout
 from lockstep.rollout.weights.sync import WeightSync
-from lockstep.trainer.batch.rows_ahead import RowsAhead
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.collect.source import RolloutSource
@@ -100,9 +99,9 @@ class Trainer:
         self, on_rollout: OnRollout = lambda rollout: None, on_stage: Callable[[str], None] = lambda name: None
     ) -> StepReport:
         """Make one training step; a collective. on_stage: called with its name when a stage begins."""
-        watch, version, ahead = Stopwatch(on_stage), self.version, RowsAhead()
-        collection = self._collect(watch, on_rollout, ahead)
-        batch = self._share(collection, watch, ahead)
+        watch, version = Stopwatch(on_stage), self.version
+        collection = self._collect(watch, on_rollout)
+        batch = self._share(collection, watch)
         if self._sync is not None:
             with watch.stage("sync"):
                 self._with_engines(self._sync.sleep)  # after the teacher, which may be the policy in the same engines
@@ -134,7 +133,6 @@ class Trainer:
                 trained_rollout_metrics(
                     collected=collection,
                     batch=batch,
-                    counts_of=ahead.counts,
                     logprobs=logprobs,
                     trained_N=trained_N,
                     correction=correction_result,
@@ -170,15 +168,13 @@ class Trainer:
 
     # The stages
 
-    def _collect(self, watch: Stopwatch, on_rollout: OnRollout, ahead: RowsAhead) -> Collected:
-        """Sample rollouts with their rewards, and make their rows `ahead`."""
+    def _collect(self, watch: Stopwatch, on_rollout: OnRollout) -> Collected:
+        """Sample rollouts with their rewards."""
         if (source := self._rollouts) is None:
             return Collected()
-        if not self._config.rollout.max_staleness:  # otherwise it is called in each step for groups that wait
-            on_rollout = ahead.before(on_rollout)
         return self._with_engines(lambda: source.collect(self.num_steps, self.version, watch, on_rollout))
 
-    def _share(self, collected: Collected, watch: Stopwatch, ahead: RowsAhead) -> StepBatch:
+    def _share(self, collected: Collected, watch: Stopwatch) -> StepBatch:
         """Return the rows of the trained rollouts, with a teacher's scores of their tokens: one batch for all ranks."""
         batch = self._distributed.together(
             lambda: StepBatch.of(
@@ -189,7 +185,6 @@ class Trainer:
                 with_turn_rewards=self._plan.turn_rewards,
                 with_states=self._plan.needs_states,
                 with_routes=self._plan.replays_engine,
-                rows_of=ahead.of,
             )
         )
         if self._teacher is not None:

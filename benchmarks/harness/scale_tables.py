@@ -43,11 +43,12 @@ def summary(costs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         "ms/request": 1e3 * total_s / requests,
         "of it the pool": 1e-3 * main["pool_us"],
         "records, MB": main["record_bytes"] / 1e6,
-        "rows made ahead, CPU s": main["making_s"],
+        "prepared calls, CPU s": max(cost["preparing_s"] for cost in costs),
         "rows, CPU s": main["sharing_s"],
         "of it the plan": main["planning_s"],
         "rows, median": statistics.median(cost["sharing_s"] for cost in costs),
         "over all tokens, CPU s": statistics.median(cost["computing_s"] for cost in costs),
+        "end of the step, CPU s": main["ending_s"],
         "numbers, MB": max(cost["number_bytes"] for cost in costs) / 1e6,
         "rows, MB": max(cost["row_bytes"] for cost in costs) / 1e6,
     }
@@ -84,6 +85,7 @@ def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[s
             "numbers through a tree at 25 Gb/s, s": numbers_mb * math.ceil(math.log2(gpus)) / NETWORK_MB_S,
             "rows from rank 0 at 25 Gb/s, s": rows_mb * (gpus - 1) / NETWORK_MB_S,
             "over all tokens, CPU s of each rank": of_step(several, "over all tokens, CPU s", gpus),
+            "checks and files, CPU s of rank 0": of_step(several, "end of the step, CPU s", gpus),
         }
         rows.append(
             {
@@ -92,7 +94,7 @@ def outlook(measured: Mapping[str, Sequence[Mapping[str, Any]]], unit: Mapping[s
                 "meetings, CPU s of the busiest rank": meeting_s * GPU_STEP_S / POLL_S,
                 "records to rank 0, GB": 1e-9 * tokens * unit["record_bytes_per_token"],
                 "records, CPU s of rank 0": 1e-6 * tokens * unit["unpacking_us_per_token"],
-                "rows made ahead, CPU s of rank 0": of_step(several, "rows made ahead, CPU s", gpus),
+                "prepared calls, CPU s per rank": of_step(several, "prepared calls, CPU s", gpus),
                 "numbers to each rank, MB": numbers_mb,
                 "rows to each rank, MB": rows_mb,
                 "rows, CPU s of others": of_step(several, "rows, median", gpus),
@@ -134,10 +136,11 @@ def exponents(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
                 "record_bytes_by_ranks": exponent("records, MB"),
                 "number_bytes_by_ranks": exponent("numbers, MB", is_per_token=True),
                 "row_bytes_by_ranks": exponent("rows, MB", is_per_token=True),
-                "rows_ahead_by_ranks": exponent("rows made ahead, CPU s", is_per_token=True),
+                "prepared_calls_by_ranks": exponent("prepared calls, CPU s", is_per_token=True),
                 "row_cpu_rank_0_by_ranks": exponent("rows, CPU s", is_per_token=True),
                 "row_cpu_median_by_ranks": exponent("rows, median", is_per_token=True),
                 "plan_by_ranks": exponent("of it the plan", is_per_token=True),
+                "end_of_step_by_ranks": exponent("end of the step, CPU s", is_per_token=True),
                 "over_all_tokens_by_ranks": exponent("over all tokens, CPU s", is_per_token=True),
             }
         case "apart":

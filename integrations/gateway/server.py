@@ -47,7 +47,7 @@ from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
-from lockstep.rollout.saved_rollouts import to_json
+from lockstep.rollout.rollout_lines import to_json
 from lockstep.rollout.system.captured_output import SILENT
 
 log = logging.getLogger(__name__)

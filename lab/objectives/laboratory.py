@@ -31,7 +31,6 @@ from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.saved_rollouts import check_ids, read_rollouts
 from lockstep.rollout.system.plain_files import behind_link
-from lockstep.trainer.batch.rows_ahead import RowsAhead
 from lockstep.trainer.batch.saved_scores import SavedScores
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.build import make_chat
@@ -138,7 +137,7 @@ class _Recorder(Trainer):
     """The stages of a step before the update."""
 
     def targets_of(self, collection: Collected) -> tuple[StepBatch, Targets]:
-        batch = self._share(collection, Stopwatch(), RowsAhead())
+        batch = self._share(collection, Stopwatch())
         logprobs, batch = self._score(batch)
         correction = StepCorrection.of(batch, logprobs.old, self._config.correction)
         return batch, self._assign_credit(batch, logprobs, correction)[0]

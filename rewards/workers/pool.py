@@ -47,7 +47,7 @@ from lockstep.rewards.meter import Meter
 from lockstep.rewards.outcomes import Outcome, Verdict, logged_value
 from lockstep.rollout.errors import ConfigError, RewardError
 from lockstep.rollout.records import Rollout
-from lockstep.rollout.saved_rollouts import to_json
+from lockstep.rollout.rollout_lines import to_json
 from lockstep.rollout.system.captured_output import OutputTail
 from lockstep.rollout.system.user_functions import COPY
 

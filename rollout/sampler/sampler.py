@@ -45,9 +45,10 @@ class Sampler:
         seed: int,
         gateway: GatewaySettings | None = None,
         call_timeout_s: float = CALL_TIMEOUT_S,
+        prepare: Callable[[Rollout], Rollout] = lambda rollout: rollout,
     ) -> None:
         """gateway: address at which agents find the model (`integrations/environments/agent.py`). call_timeout_s: of
-        `run_episode`."""
+        `run_episode`. prepare: returns what takes the place of a rollout that has ended."""
         self._engine = engine
         self._chat = chat
         self._make_environment = make_environment
@@ -55,6 +56,7 @@ class Sampler:
         self._seed = seed
         self._gateway = gateway
         self._call_timeout_s = call_timeout_s
+        self._prepare = prepare
         self._faults: Counter[str] = Counter()
 
     def take_metrics(self) -> dict[str, float]:
@@ -150,7 +152,7 @@ class Sampler:
             else:
                 lost_groups[group_id] = reason
                 rollout = failed(rollout_id, reason)
-            end(rollout)
+            end(self._prepare(rollout))
 
         shared = self.open(sampling) if run is None else nullcontext(run)
         try:

@@ -71,6 +71,7 @@ steps, arrived, evaluations = [], [], []
 
 def on_step(report):
     steps.append(report.update)
+    assert all(rollout.calls.rows and rollout.calls.as_json for rollout in report.rollouts), "prepared by the sampler"
     if report.update == 1:
         lockstep.stop()
 

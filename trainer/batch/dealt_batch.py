@@ -23,12 +23,12 @@ import numpy as np
 import safetensors.numpy
 import torch
 
+from lockstep.rollout.episode.prepared_calls import checksum
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.batch.assignment import Plan, RankShare
 from lockstep.trainer.batch.batch_bytes import rollout_arrays, rollout_values, row_arrays, rows_of, to_bytes
 from lockstep.trainer.batch.packing import StepLayout
-from lockstep.trainer.batch.rows_ahead import checksum
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.batch.teacher_scores import TeacherScores
 from lockstep.trainer.distributed.distributed import Distributed

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from lockstep.rewards.shaping import turn_rewards, turn_states
+from lockstep.rollout.episode.prepared_calls import rows_of
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import Rollout, TrainingRow
 from lockstep.trainer.batch.packing import StepLayout
-from lockstep.trainer.batch.rows_ahead import rows_of_rollout
 
 if TYPE_CHECKING:
     from lockstep.trainer.batch.assignment import Plan, RankShare
@@ -58,7 +58,6 @@ class StepBatch:
         with_turn_rewards: bool = False,
         with_states: bool = False,
         with_routes: bool = False,
-        rows_of: Callable[[Rollout], Sequence[TrainingRow]] = rows_of_rollout,
     ) -> StepBatch:
         """Make the rows of the trainable rollouts of a step.
 
@@ -69,7 +68,6 @@ class StepBatch:
             with_turn_rewards: False gives the last turn the whole reward.
             with_states: number the states before turns (`rewards.shaping.turn_states`).
             with_routes: keep the engine's routes, which all rows must have; False leaves them out.
-            rows_of: returns the rows of a rollout.
 
         Raises:
             EvidenceError: only some rows carry their sampling support; the ratios of the others would be over another.

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout
-from lockstep.rollout.saved_rollouts import as_text, from_json, to_json
+from lockstep.rollout.rollout_lines import as_text, to_json
+from lockstep.rollout.saved_rollouts import from_json
 from lockstep.rollout.system.plain_files import plain_lines, write_whole
 from lockstep.trainer.checkpoint.checkpoint import MANIFEST
 from lockstep.trainer.checkpoint.run_dir import RunDirectory

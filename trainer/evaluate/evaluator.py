@@ -23,8 +23,8 @@ from lockstep.rollout.engine.pool import EnginePool
 from lockstep.rollout.engine.protocol import BASE, POLICY, Sampling
 from lockstep.rollout.errors import ConfigError
 from lockstep.rollout.records import Rollout
+from lockstep.rollout.rollout_lines import write_rollouts
 from lockstep.rollout.sampler.sampler import OnRollout
-from lockstep.rollout.saved_rollouts import write_rollouts
 from lockstep.trainer.build import images_of_data, make_chat, make_rewards, make_sampler, make_sampling
 from lockstep.trainer.collect.driving import Drivers
 from lockstep.trainer.collect.episodes import Episodes

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from lockstep.rewards.shaping import OVERLONG
-from lockstep.rollout.episode.token_metrics import TokenCounts, count_tokens
+from lockstep.rollout.episode.prepared_calls import counts_of
+from lockstep.rollout.episode.token_metrics import TokenCounts
 from lockstep.rollout.records import Cause, Rollout, RolloutStatus, TrainingRow
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.groups import Collected
@@ -20,7 +21,6 @@ from lockstep.trainer.objective.correction.mismatch import mismatch_metrics
 from lockstep.trainer.objective.correction.weights import CorrectionResult
 from lockstep.trainer.stopwatch import Stopwatch
 
-CountsOf = Callable[[Rollout, Sequence[TrainingRow]], TokenCounts]
 IDLE_STAGES = ("rollout", "reward", "wait")
 """Stages of a step in which the trainer computes nothing."""
 
@@ -56,7 +56,6 @@ def trained_rollout_metrics(
     *,
     collected: Collected,
     batch: StepBatch,
-    counts_of: CountsOf,
     logprobs: Logprobs,
     trained_N: Tensor,
     correction: CorrectionResult,
@@ -68,13 +67,12 @@ def trained_rollout_metrics(
     """Return the metrics of a step that need rollouts: theirs, and those of correction, reference and teacher.
 
     Args:
-        counts_of: compares a rollout with its rows.
         trained_N: the trainer's logprobs of the trained tokens before the update.
         correction: the correction as it was applied.
         version: of the weights before the update.
         noise_floor: as last measured.
     """
-    metrics = rollout_metrics(collected, batch, counts_of, pass_threshold)
+    metrics = rollout_metrics(collected, batch, pass_threshold)
     if settings.mode != "none" and batch.layout.num_tokens:
         metrics |= mismatch_metrics(
             trained_N,
@@ -95,9 +93,7 @@ def trained_rollout_metrics(
     return metrics
 
 
-def rollout_metrics(
-    collected: Collected, batch: StepBatch, counts_of: CountsOf, pass_threshold: float
-) -> dict[str, float]:
+def rollout_metrics(collected: Collected, batch: StepBatch, pass_threshold: float) -> dict[str, float]:
     """Return counts and means over rollouts and rows; on ranks without rollouts only over rows."""
     metrics = {
         "rollout/delivered": float(batch.num_rollouts),
@@ -110,7 +106,7 @@ def rollout_metrics(
         metrics
         | reward_metrics(collected.rollouts, pass_threshold)
         | _sampling_metrics(collected.rollouts)
-        | token_metrics(collected.trained, batch, counts_of)
+        | token_metrics(collected.trained, batch)
         | outcome_metrics(collected.rollouts)
         | dict(collected.metrics)
     )
@@ -150,11 +146,7 @@ def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def token_metrics(
-    rollouts: Sequence[Rollout],
-    batch: StepBatch,
-    counts_of: CountsOf = lambda rollout, rows: count_tokens(rollout.calls, rows),
-) -> dict[str, float]:
+def token_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, float]:
     """Return the agreement of the trained rows with the engine's answers; a row that has changed on its way to another
     rank is refused there (`trainer/batch/dealt_batch.py`)."""
     rows: dict[int, list[TrainingRow]] = {}

@@ -14,6 +14,8 @@ from torch import nn
 from lockstep.rollout.chat.chat import Chat
 from lockstep.rollout.engine.protocol import SyncedEngine
 from lockstep.rollout.environments.prompt import PromptReader
+from lockstep.rollout.episode.prepared_calls import prepared
+from lockstep.rollout.rollout_lines import calls_as_json
 from lockstep.rollout.safe_text import print_error
 from lockstep.rollout.system.background_loop import BackgroundLoop
 from lockstep.rollout.weights.canary import CANARY_TOKENS, CanarySettings, LongRow
@@ -327,7 +329,8 @@ class Assembly:
             gateway = config.gateway
             if gateway.port:  # drivers on one machine have a gateway each
                 gateway = replace(gateway, port=gateway.port + int(os.environ.get("LOCAL_RANK", "0")))
-            sampler = make_sampler(replace(config, gateway=gateway), engine=engine, chat=chat)
+            prepare = partial(prepared, as_json=calls_as_json if config.logger.save_rollouts else None)
+            sampler = make_sampler(replace(config, gateway=gateway), engine=engine, chat=chat, prepare=prepare)
         episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
         sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)
         rollouts = make_source(config, episodes=episodes, sampling=sampling, prompts=prompts)

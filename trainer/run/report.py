@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.rollout.records import Cause, Rollout
-from lockstep.rollout.saved_rollouts import write_rollouts
+from lockstep.rollout.rollout_lines import write_rollouts
 from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.checkpoint.run_dir import RunDirectory
 from lockstep.trainer.credit.targets import Targets

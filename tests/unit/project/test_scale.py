@@ -209,7 +209,7 @@ def test_a_step_of_one_driver_has_its_costs():
     assert costs["virtual_s"] > 1.0
     row = scale_tables.summary([costs])
     assert row["tokens/CPU s"] * row["µs/token"] == pytest.approx(1e6)
-    assert row["rows made ahead, CPU s"] > 0
+    assert min(row[name] for name in ("prepared calls, CPU s", "end of the step, CPU s")) > 0
     assert row["records, MB"] == row["numbers, MB"] == row["rows, MB"] == 0.0  # no other rank gets them
 
 
@@ -224,7 +224,8 @@ def test_the_outlook_grows_with_the_tokens_of_all_gpus_but_for_what_a_rank_has_a
             "numbers, MB": 0.005 * ranks,
             "rows, CPU s": 1e-3 * per_token,
             "rows, median": 1e-3,
-            "rows made ahead, CPU s": 4e-4 * ranks,
+            "prepared calls, CPU s": 4e-4,
+            "end of the step, CPU s": 5e-4 * ranks,
             "over all tokens, CPU s": 1e-4 * ranks,
         }
 
@@ -245,6 +246,9 @@ def test_the_outlook_grows_with_the_tokens_of_all_gpus_but_for_what_a_rank_has_a
         assert row["meetings, CPU s of the busiest rank"] == pytest.approx(2e-3 * 120 / scale_tables.POLL_S)
         waits = [row[name] for name in row if name.endswith("at 25 Gb/s, s")]
         waits += [row["rows, CPU s of rank 0"], row["over all tokens, CPU s of each rank"]]
+        assert row["prepared calls, CPU s per rank"] == pytest.approx(4e-4 * thousands)
+        waits.append(row["checks and files, CPU s of rank 0"])
+        assert waits[-1] == pytest.approx(5e-4 * gpus * thousands)
         assert row["share of the step in which GPUs wait"] == pytest.approx(sum(waits) / scale_tables.GPU_STEP_S)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -69,6 +70,24 @@ async def test_the_group_of_an_episode_that_fails_every_time_is_left_out_and_cou
     assert "another rollout of its group failed in the engine" in str(found[2].error)
     assert found[2].calls, "samples are kept in the saved rollouts"
     assert metrics == {"rollout/reissued": float(REISSUES), "rollout/groups_lost_to_engine": 1.0}
+
+
+async def test_what_is_prepared_takes_the_place_of_each_rollout_when_it_has_ended() -> None:
+    ended: list[int] = []
+
+    def prepare(rollout: Rollout) -> Rollout:
+        ended.append(rollout.rollout_id)
+        return replace(rollout, duration_s=7.0)
+
+    engine, seen = FaultyEngine({}, RuntimeError()), []
+    sampler = Sampler(
+        engine=engine, chat=Chat(TOKENIZER), make_environment=SingleTurn, max_turns=1, seed=0, prepare=prepare
+    )
+    found = await sampler.collect(
+        ROWS, samples_per_prompt=2, sampling=Sampling(max_tokens=8), step=0, on_rollout=seen.append
+    )
+    assert sorted(ended) == [rollout.rollout_id for rollout in found] == list(range(6))
+    assert {rollout.duration_s for rollout in (*found, *seen)} == {7.0}
 
 
 async def test_refused_evidence_fails_its_own_rollout_only() -> None:
