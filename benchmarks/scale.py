@@ -307,7 +307,7 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
             watch.lap()
             batch = share(delivered)
             sharing_s = watch.lap()
-            compute_over_all_tokens(batch)
+            compute_over_all_tokens(batch, ranks)
             computing_s = watch.lap()
             end_step(delivered, batch)
             ending_s = watch.lap()
@@ -346,7 +346,7 @@ def drive(rank: int, load: Load, port: int, url: str, chat: Chat, words: Sequenc
     }
 
 
-def compute_over_all_tokens(batch: StepBatch) -> None:
+def compute_over_all_tokens(batch: StepBatch, ranks: Distributed) -> None:
     """Compute what every rank computes in a step with default settings, but for the passes of the model."""
     correction = StepCorrection.of(batch, FromUpdate(), CorrectionConfig())
     rollout_targets(batch, Logprobs(old=FromUpdate()), correction, AlgorithmConfig())
@@ -359,6 +359,7 @@ def compute_over_all_tokens(batch: StepBatch) -> None:
         correction=correction.measured(batch, trained_N),
         version_T=batch.versions_N,
         current_version=0,
+        spread=ranks.spread,
     )
 
 

@@ -136,6 +136,7 @@ class Trainer:
                     logprobs=logprobs,
                     trained_N=trained_N,
                     correction=correction_result,
+                    spread=self._distributed.spread,
                     version=version,
                     noise_floor=self.noise_floor,
                     settings=self._config.correction,

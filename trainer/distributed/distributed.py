@@ -396,6 +396,17 @@ class Distributed:
                 raise failure if failure and rank == self.rank else _same_error(message.decode(), rank)
         return result  # type: ignore[return-value]
 
+    def spread(self, count: int, work: Callable[[int], Any]) -> list[Any]:
+        """Return the JSON values of work(0), ..., work(count − 1) on all ranks, each made by one of them; a collective.
+
+        A single one is made by every rank, which is faster than to send it.
+        """
+        if count < 2 or self.world_size == 1:
+            return [work(index) for index in range(count)]
+        own = self.together(lambda: [work(index) for index in range(self.rank, count, self.world_size)])
+        by_rank = [json.loads(payload) for payload in self.gather_bytes(json.dumps(own).encode())]
+        return [by_rank[index % self.world_size][index // self.world_size] for index in range(count)]
+
     # State on disk
 
     def save_state(self, directory: Path) -> None:

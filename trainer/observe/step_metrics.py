@@ -17,7 +17,7 @@ from lockstep.trainer.batch.step_batch import StepBatch
 from lockstep.trainer.collect.groups import Collected
 from lockstep.trainer.config.groups.correction_settings import CorrectionConfig
 from lockstep.trainer.credit.targets import Logprobs, reference_metrics
-from lockstep.trainer.objective.correction.mismatch import mismatch_metrics
+from lockstep.trainer.objective.correction.mismatch import Spread, mismatch_metrics
 from lockstep.trainer.objective.correction.weights import CorrectionResult
 from lockstep.trainer.stopwatch import Stopwatch
 
@@ -59,6 +59,7 @@ def trained_rollout_metrics(
     logprobs: Logprobs,
     trained_N: Tensor,
     correction: CorrectionResult,
+    spread: Spread,
     version: int,
     noise_floor: Mapping[str, float],
     settings: CorrectionConfig,
@@ -69,6 +70,7 @@ def trained_rollout_metrics(
     Args:
         trained_N: the trainer's logprobs of the trained tokens before the update.
         correction: the correction as it was applied.
+        spread: divides work among the ranks.
         version: of the weights before the update.
         noise_floor: as last measured.
     """
@@ -82,6 +84,7 @@ def trained_rollout_metrics(
             correction=correction,
             version_T=batch.versions_N,
             current_version=version,
+            spread=spread,
         )
         metrics |= noise_floor
     old_N = trained_N if logprobs.old.logp_N is None else logprobs.old.logp_N

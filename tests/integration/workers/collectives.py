@@ -48,6 +48,8 @@ def main(directory: str) -> None:
         "sizes broadcast": [
             distributed.broadcast_bytes(payload(rank, sizes[rank])) == payload(0, sizes[0]) for sizes in SIZES
         ],
+        "spread": distributed.spread(5, lambda index: [index, rank, 1 / (index + 3)]),
+        "one spread": distributed.spread(1, lambda index: rank),
         "gathered": distributed.gather(torch.full((2 * rank,), 0.5 + rank, dtype=torch.float64)).tolist(),
         "none gathered": distributed.gather(torch.zeros(0)).tolist(),
         "broadcast": distributed.broadcast({"rank": rank}),

@@ -2,7 +2,7 @@
 
 Notation: d = logp_samp − logp_train per trained token; ρ = exp(−d), its log clamped to ±20 before exp; w the applied
 correction weights before batch normalization. "Mean" is over trained tokens, "over rollouts" over rollouts with trained
-tokens. Sums are float64, over all tokens of the step, which every rank holds.
+tokens. Sums are float64, over all tokens of the step, which every rank holds; of many tokens each rank sums a part.
 
 Sources: "KL Divergence Analysis" (jphme, gist, 2026); ms-swift docs, "Training-Inference-Mismatch"; verl's
 `rollout_corr_helper`. `kl` has the sign of their code (it estimates KL(π_rollout ‖ π_θ)); the formula on the ms-swift
@@ -17,6 +17,9 @@ Dimensions: `_T` trained tokens, `_S` rollouts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ from torch import Tensor
 from lockstep.trainer.objective.correction.modes import PREFIX, QUANTIZATION_K3
 from lockstep.trainer.objective.correction.weights import CorrectionResult
 from lockstep.trainer.objective.kl import bounded, k2, k3
-from lockstep.trainer.objective.per_rollout import rollout_count, rollout_mean, rollout_sum
+from lockstep.trainer.objective.per_rollout import rollout_count
 
 FORCED_LOGPROB = -0.01
 """Smallest sampling logprob of a forced token ("KL Divergence Analysis", jphme, gist, 2026). For metrics only."""
@@ -34,6 +37,14 @@ LENGTH_BUCKETS = (64, 256, 1024, 4096, 16384)
 
 UNKNOWN_VERSION = -1
 """Weight version of a token for which the engine reported none."""
+
+PART_TOKENS = 2**15
+"""Number of tokens whose statistics are computed at once: their float64 values stay in a core's cache."""
+
+Statistics = tuple[dict[str, float], dict[str, float]]
+"""Sums, and highest values, by name."""
+Spread = Callable[[int, Callable[[int], Statistics]], Sequence[Statistics]]
+"""Returns the results of a function of 0, 1, ... up to a number."""
 
 
 def mismatch_metrics(
@@ -45,6 +56,7 @@ def mismatch_metrics(
     correction: CorrectionResult | None = None,
     version_T: Tensor | None = None,
     current_version: int = 0,
+    spread: Spread = lambda count, work: [work(index) for index in range(count)],
 ) -> dict[str, float]:
     """Return the metrics with their prefix; empty without tokens.
 
@@ -54,43 +66,178 @@ def mismatch_metrics(
         correction: weights of these tokens; None: all 1.
         version_T: weight version that sampled each token, or `UNKNOWN_VERSION`.
         current_version: version of the trained weights; the lag is its distance to `version_T`.
+        spread: `Distributed.spread`, for several ranks with the same tokens; by default this process does all.
     """
-    num_tokens = len(logp_train_T)
-    if not num_tokens:
+    if not len(logp_train_T):
         return {}
-    train_T, samp_T = logp_train_T.detach().double(), logp_samp_T.detach().double()
+    whole = _Tokens(
+        train_T=logp_train_T.detach(),
+        samp_T=logp_samp_T.detach(),
+        rollout_T=rollout_T,
+        raw_T=None if correction is None else correction.raw_weights_T,
+        weight_T=None if correction is None else correction.controlled_weights_T,
+        clipped_T=None if correction is None else correction.clipped_T,
+        version_T=torch.full_like(rollout_T, UNKNOWN_VERSION) if version_T is None else version_T,
+    )
+    if (rollout_T[1:] < rollout_T[:-1]).any():
+        whole = whole.at(torch.argsort(rollout_T, stable=True))
+    bounds = _bounds(rollout_count(rollout_T, num_rollouts))
+
+    def part(index: int) -> Statistics:
+        return _statistics(whole.at(slice(bounds[index], bounds[index + 1])), current_version)
+
+    parts = spread(len(bounds) - 1, part)
+    return {PREFIX + name: value for name, value in _metrics(_combined(parts)).items()}
+
+
+def _bounds(tokens_S: Tensor) -> list[int]:
+    """Return the bounds of parts of whole rollouts, of `PART_TOKENS` tokens or one rollout. They depend on the tokens
+    alone, and so do the metrics: not on the number of ranks."""
+    ends_S = tokens_S.cumsum(0)
+    total = int(ends_S[-1])
+    inner = ends_S[torch.searchsorted(ends_S, torch.tensor(range(PART_TOKENS, total, PART_TOKENS)))]
+    return sorted({0, total, *inner.tolist()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Tokens:
+    """Tokens of whole rollouts, one rollout after the other."""
+
+    train_T: Tensor
+    samp_T: Tensor
+    rollout_T: Tensor
+    raw_T: Tensor | None
+    weight_T: Tensor | None
+    clipped_T: Tensor | None
+    """None, all three: without a correction."""
+    version_T: Tensor
+
+    def at(self, index: Any) -> _Tokens:
+        def part(value: Any) -> Any:
+            return None if value is None else value[index]
+
+        return _Tokens(**{entry.name: part(getattr(self, entry.name)) for entry in fields(self)})
+
+
+def _statistics(tokens: _Tokens, current_version: int) -> Statistics:
+    """Return sums over the tokens, over their rollouts and over rollouts by length, and the highest values."""
+    train_T, samp_T = tokens.train_T.double(), tokens.samp_T.double()
     diff_T = samp_T - train_T
     log_ratio_T = bounded(-diff_T)
-    raw_T = log_ratio_T.exp() if correction is None else correction.raw_weights_T.double()
-    weight_T = torch.ones_like(raw_T) if correction is None else correction.controlled_weights_T.double()
-    clipped_T = torch.zeros_like(raw_T) if correction is None else correction.clipped_T.double()
-    forced_T = samp_T >= FORCED_LOGPROB
-    metrics = {
-        "kl": _mean(diff_T),
-        "kl_v1": _mean(diff_T),
-        "kl_v2": _mean(k2(diff_T)),
-        "k3_kl": _mean(k3(log_ratio_T)),
-        "chi2_token": _chi2(log_ratio_T),
-        "clipped_frac": _mean(clipped_T),
-        "logp_diff_abs_mean": _mean(diff_T.abs()),
-        "logp_diff_abs_max": float(diff_T.abs().max()),
-        "forced_token_ratio": _mean(forced_T.double()),
-    }
-    metrics |= _weight_metrics(weight_T)
-    metrics |= {f"raw_{name}": value for name, value in _weight_metrics(raw_T).items()}
-    metrics |= _pearson(train_T, samp_T)
-    metrics |= _perplexities(train_T, samp_T, diff_T, rollout_T, num_rollouts)
+    raw_T = log_ratio_T.exp() if tokens.raw_T is None else tokens.raw_T.double()
+    weight_T = torch.ones_like(raw_T) if tokens.weight_T is None else tokens.weight_T.double()
+    clipped_T = torch.zeros_like(raw_T) if tokens.clipped_T is None else tokens.clipped_T.double()
+    excess_T = log_ratio_T.expm1()
+    free_T = samp_T < FORCED_LOGPROB
+    known_T = tokens.version_T != UNKNOWN_VERSION
+    lag_T = (current_version - tokens.version_T) * known_T
     removed_T = (raw_T - weight_T).clamp(min=0) * clipped_T
-    metrics |= _weight_removed(raw_T, removed_T, rollout_T, num_rollouts)
-    if not forced_T.all():
-        metrics["kl_v1_unforced"] = _mean(diff_T[~forced_T])
-        metrics["kl_v2_unforced"] = _mean(k2(diff_T[~forced_T]))
-    if version_T is not None and (is_known_T := version_T != UNKNOWN_VERSION).any():
-        lag_T = (current_version - version_T[is_known_T]).double()
-        metrics["stale_tokens_frac"] = _mean((lag_T > 0).double())
-        metrics["version_lag_mean"] = _mean(lag_T)
-        metrics["version_lag_max"] = float(lag_T.max())
-    return {PREFIX + name: value for name, value in metrics.items()}
+
+    _, tokens_S = torch.unique_consecutive(tokens.rollout_T, return_counts=True)
+    over_rollout = {"train": train_T, "samp": samp_T, "diff": diff_T, "raw": raw_T, "removed": removed_T}
+    sum_S = {name: torch.segment_reduce(x_T, "sum", lengths=tokens_S) for name, x_T in over_rollout.items()}
+    train_S, samp_S, diff_S = (sum_S[name] / tokens_S for name in ("train", "samp", "diff"))
+    excess_S = bounded(-diff_S).expm1()
+    bucket_S = torch.bucketize(tokens_S, torch.tensor(LENGTH_BUCKETS))
+
+    sums = {
+        "tokens": torch.ones_like(raw_T),
+        "diff": diff_T,
+        "k2": k2(diff_T),
+        "k3": excess_T - log_ratio_T,
+        "excess": excess_T,
+        "excess_square": excess_T.square(),
+        "clipped": clipped_T,
+        "abs_diff": diff_T.abs(),
+        "free": free_T,
+        "free_diff": diff_T * free_T,
+        "free_k2": k2(diff_T) * free_T,
+        "train": train_T,
+        "samp": samp_T,
+        "train_square": train_T.square(),
+        "samp_square": samp_T.square(),
+        "product": train_T * samp_T,
+        "known": known_T,
+        "stale": lag_T > 0,
+        "lag": lag_T,
+        **_moments("weight", weight_T),
+        **_moments("raw", raw_T),
+        "rollouts": torch.ones_like(diff_S),
+        "train_ppl": (-train_S).exp(),
+        "samp_ppl": (-samp_S).exp(),
+        "train_mean": train_S,
+        "samp_mean": samp_S,
+        "diff_mean": diff_S,
+        "abs_diff_mean": diff_S.abs(),
+        "ppl_ratio": diff_S.exp(),
+        "excess_mean": excess_S,
+        "excess_mean_square": excess_S.square(),
+    }
+    for bucket in range(len(LENGTH_BUCKETS) + 1):
+        sums |= {f"{name}_in_{bucket}": sum_S[name][bucket_S == bucket] for name in ("raw", "removed")}
+    highest = {
+        "abs_diff": diff_T.abs(),
+        "weight": weight_T,
+        "-weight": -weight_T,
+        "raw": raw_T,
+        "-raw": -raw_T,
+        "diff_mean": diff_S,
+        "-diff_mean": -diff_S,
+        "lag": lag_T[known_T] if known_T.any() else lag_T,
+    }
+    return (
+        {name: float(x.sum(dtype=torch.float64)) for name, x in sums.items()},
+        {name: float(x.amax()) for name, x in highest.items()},
+    )
+
+
+def _combined(parts: Sequence[Statistics]) -> Statistics:
+    return (
+        {name: math.fsum(sums[name] for sums, _ in parts) for name in parts[0][0]},
+        {name: max(highest[name] for _, highest in parts) for name in parts[0][1]},
+    )
+
+
+def _metrics(statistics: Statistics) -> dict[str, float]:
+    """Return the metrics without their prefix."""
+    sums, highest = statistics
+    over_tokens = {name: value / sums["tokens"] for name, value in sums.items()}
+    over_rollouts = {name: value / sums["rollouts"] for name, value in sums.items()}
+    metrics = {
+        "kl": over_tokens["diff"],
+        "kl_v1": over_tokens["diff"],
+        "kl_v2": over_tokens["k2"],
+        "k3_kl": over_tokens["k3"],
+        "chi2_token": _chi2(over_tokens["excess"], over_tokens["excess_square"]),
+        "clipped_frac": over_tokens["clipped"],
+        "logp_diff_abs_mean": over_tokens["abs_diff"],
+        "logp_diff_abs_max": highest["abs_diff"],
+        "forced_token_ratio": 1 - over_tokens["free"],
+        "training_ppl": over_rollouts["train_ppl"],
+        "rollout_ppl": over_rollouts["samp_ppl"],
+        "training_log_ppl": -over_rollouts["train_mean"],
+        "rollout_log_ppl": -over_rollouts["samp_mean"],
+        "log_ppl_diff": over_rollouts["diff_mean"],
+        "log_ppl_abs_diff": over_rollouts["abs_diff_mean"],
+        "log_ppl_diff_max": highest["diff_mean"],
+        "log_ppl_diff_min": -highest["-diff_mean"],
+        "ppl_ratio": over_rollouts["ppl_ratio"],
+        # of the geometric mean ratio
+        "chi2_seq": _chi2(over_rollouts["excess_mean"], over_rollouts["excess_mean_square"]),
+    }
+    for prefix, name in (("", "weight"), ("raw_", "raw")):
+        extremes = highest[name], -highest[f"-{name}"]
+        weight = _weight_metrics(over_tokens[f"{name}_minus_1"], over_tokens[f"{name}_minus_1_square"], *extremes)
+        metrics |= {f"{prefix}{key}": value for key, value in weight.items()}
+    metrics |= _pearson(over_tokens) | _weight_removed(sums)
+    if sums["free"]:
+        metrics["kl_v1_unforced"] = sums["free_diff"] / sums["free"]
+        metrics["kl_v2_unforced"] = sums["free_k2"] / sums["free"]
+    if sums["known"]:
+        metrics["stale_tokens_frac"] = sums["stale"] / sums["known"]
+        metrics["version_lag_mean"] = sums["lag"] / sums["known"]
+        metrics["version_lag_max"] = highest["lag"]
+    return metrics
 
 
 def noise_floor(logp_a_T: Tensor, logp_b_T: Tensor) -> dict[str, float]:
@@ -112,7 +259,9 @@ def quantization_cost(logp_train_T: Tensor, logp_samp_T: Tensor) -> dict[str, fl
     if not len(logp_train_T):
         return {}
     log_ratio_T = bounded(logp_train_T.detach().double() - logp_samp_T.detach().double())
-    ess = _weight_metrics(log_ratio_T.exp())["ess"]
+    ratio_T = log_ratio_T.exp()
+    minus_1, square = (_mean(x_T) for x_T in _moments("", ratio_T).values())
+    ess = _weight_metrics(minus_1, square, float(ratio_T.max()), float(ratio_T.min()))["ess"]
     return {QUANTIZATION_K3: _mean(k3(log_ratio_T)), PREFIX + "quantization_ess": ess}
 
 
@@ -120,75 +269,49 @@ def _mean(x: Tensor) -> float:
     return float(x.mean())
 
 
-def _chi2(log_ratio: Tensor) -> float:
-    """Return E[ρ²] − 1, from ρ − 1, so that nothing cancels at a mismatch of 1e-6."""
-    ratio_minus_1 = torch.expm1(log_ratio)
-    return _mean(ratio_minus_1.square()) + 2 * _mean(ratio_minus_1)
+def _chi2(excess: float, excess_square: float) -> float:
+    """Return E[ρ²] − 1 from the means of ρ − 1 and its square, so that nothing cancels at a mismatch of 1e-6."""
+    return excess_square + 2 * excess
 
 
-def _weight_metrics(weight_T: Tensor) -> dict[str, float]:
+def _moments(name: str, weight_T: Tensor) -> dict[str, Tensor]:
+    """Return w − 1 and its square: the moments are computed from these, because weights are close to 1."""
+    minus_1_T = weight_T - 1
+    return {f"{name}_minus_1": minus_1_T, f"{name}_minus_1_square": minus_1_T.square()}
+
+
+def _weight_metrics(mean_minus_1: float, mean_square: float, highest: float, lowest: float) -> dict[str, float]:
     """Return mean, population standard deviation, extremes and effective sample size; ess is 0 for weights of 0.
 
-    Moments are computed from w − 1, because weights are close to 1.
+    mean_minus_1, mean_square: means of `_moments`.
     """
-    mean_minus_1, mean_square = _mean(weight_T - 1), _mean((weight_T - 1).square())
-    mean, largest = 1 + mean_minus_1, float(weight_T.max())
-    variance = max(mean_square - mean_minus_1**2, 0.0)
+    mean, variance = 1 + mean_minus_1, max(mean_square - mean_minus_1**2, 0.0)
     return {
         "is_weight_mean": mean,
         "is_weight_std": math.sqrt(variance),
-        "is_weight_max": largest,
-        "is_weight_min": float(weight_T.min()),
-        "ess": mean**2 / (mean**2 + variance) if largest > 0 else 0.0,  # 1 / E[(w / E[w])²]
+        "is_weight_max": highest,
+        "is_weight_min": lowest,
+        "ess": mean**2 / (mean**2 + variance) if highest > 0 else 0.0,  # 1 / E[(w / E[w])²]
     }
 
 
-def _pearson(train_T: Tensor, samp_T: Tensor) -> dict[str, float]:
-    """Return the correlation of the two logprobs over tokens."""
-    train_mean, samp_mean = _mean(train_T), _mean(samp_T)
-    train_square, samp_square = _mean(train_T.square()), _mean(samp_T.square())
-    train_variance, samp_variance = train_square - train_mean**2, samp_square - samp_mean**2
+def _pearson(mean: Mapping[str, float]) -> dict[str, float]:
+    """Return the correlation of the two logprobs over tokens. mean: of statistics over tokens."""
+    train_square, samp_square = mean["train_square"], mean["samp_square"]
+    train_variance, samp_variance = train_square - mean["train"] ** 2, samp_square - mean["samp"] ** 2
     # A variance within the rounding of its two terms counts as zero.
     if train_variance <= 1e-12 * train_square or samp_variance <= 1e-12 * samp_square:
         return {}
-    covariance = _mean(train_T * samp_T) - train_mean * samp_mean
+    covariance = mean["product"] - mean["train"] * mean["samp"]
     return {"pearson": max(-1.0, min(1.0, covariance / math.sqrt(train_variance * samp_variance)))}
 
 
-def _perplexities(
-    train_T: Tensor, samp_T: Tensor, diff_T: Tensor, rollout_T: Tensor, num_rollouts: int
-) -> dict[str, float]:
-    """Return perplexities: means per rollout, then over rollouts with trained tokens."""
-    has_tokens_S = rollout_count(rollout_T, num_rollouts) > 0
-
-    def per_rollout(x_T: Tensor) -> Tensor:
-        return rollout_mean(x_T, rollout_T, num_rollouts)[has_tokens_S]
-
-    train_S, samp_S, diff_S = per_rollout(train_T), per_rollout(samp_T), per_rollout(diff_T)
-    return {
-        "training_ppl": _mean((-train_S).exp()),
-        "rollout_ppl": _mean((-samp_S).exp()),
-        "training_log_ppl": -_mean(train_S),
-        "rollout_log_ppl": -_mean(samp_S),
-        "log_ppl_diff": _mean(diff_S),
-        "log_ppl_abs_diff": _mean(diff_S.abs()),
-        "log_ppl_diff_max": float(diff_S.max()),
-        "log_ppl_diff_min": float(diff_S.min()),
-        "ppl_ratio": _mean(diff_S.exp()),
-        "chi2_seq": _chi2(bounded(-diff_S)),  # of the geometric mean ratio
-    }
-
-
-def _weight_removed(raw_T: Tensor, removed_T: Tensor, rollout_T: Tensor, num_rollouts: int) -> dict[str, float]:
+def _weight_removed(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the share of the raw weight removed by control, per bucket of rollout lengths that has any."""
-    tokens_S = rollout_count(rollout_T, num_rollouts)
-    raw_S, removed_S = (rollout_sum(x_T, rollout_T, num_rollouts) for x_T in (raw_T, removed_T))
     metrics: dict[str, float] = {}
     lows = (0, *LENGTH_BUCKETS)
-    for low, high in zip(lows, (*LENGTH_BUCKETS, math.inf), strict=True):
-        inside_S = (tokens_S > low) & (tokens_S <= high)
-        raw = float(raw_S[inside_S].sum())
-        if raw > 0:
+    for bucket, (low, high) in enumerate(zip(lows, (*LENGTH_BUCKETS, math.inf), strict=True)):
+        if (raw := sums[f"raw_in_{bucket}"]) > 0:
             name = f"len_{low + 1}-{high}" if high != math.inf else f"len_{low + 1}+"
-            metrics[f"weight_removed/{name}"] = float(removed_S[inside_S].sum()) / raw
+            metrics[f"weight_removed/{name}"] = sums[f"removed_in_{bucket}"] / raw
     return metrics

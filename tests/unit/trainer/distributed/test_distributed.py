@@ -51,6 +51,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("none gathered", []),
         ("broadcast", {"rank": 0}),
         ("no bytes", 0),
+        ("spread", [[index, index % 2, 1 / (index + 3)] for index in range(5)]),
         ("sizes gathered", [True] * 7),
         ("sizes broadcast", [True] * 7),
         ("same claim meets", True),
@@ -63,6 +64,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 )
 def test_all_ranks_get_the_same(ranks: list[dict[str, Any]], name: str, expected: Any) -> None:
     assert [found[name] for found in ranks] == [expected, expected]
+
+
+@pytest.mark.distributed
+def test_a_single_part_is_made_by_every_rank(ranks: list[dict[str, Any]]) -> None:
+    assert [found["one spread"] for found in ranks] == [[0], [1]]
 
 
 @pytest.mark.distributed

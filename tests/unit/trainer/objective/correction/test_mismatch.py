@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.trainer.objective.correction import mismatch
 from lockstep.trainer.objective.correction.mismatch import (
     LENGTH_BUCKETS,
     UNKNOWN_VERSION,
@@ -252,6 +253,34 @@ def test_metrics_do_not_depend_on_the_order_of_tokens(seed, mode):
 
     straight = of(torch.arange(num_tokens))
     assert of(torch.randperm(num_tokens, generator=generator)) == pytest.approx(straight, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("part_tokens", [1, 7, 60, 100])
+def test_metrics_of_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, part_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rollout_T = torch.tensor([0, 0, 2, 2, 2, 2, 2, 2, 2, 2, 2, 4, 5, 5]).repeat_interleave(5)
+    samp_T = -3 * torch.rand(len(rollout_T), generator=generator)
+    train_T = samp_T + 0.4 * torch.randn(len(rollout_T), generator=generator)
+    version_T = torch.full_like(rollout_T, UNKNOWN_VERSION)
+    version_T[-3:] = torch.tensor([2, 3, 4])
+
+    def of_parts(order_T: torch.Tensor) -> tuple[dict[str, float], list[int]]:
+        tokens, counts = (train_T[order_T], samp_T[order_T], rollout_T[order_T]), []
+
+        def backwards(count, work):
+            counts.append(count)
+            return [work(index) for index in reversed(range(count))][::-1]
+
+        correction = correction_weights(*tokens, 7, mode="token_mask", bounds=(0.8, 1.3))
+        options = {"correction": correction, "version_T": version_T[order_T], "current_version": 4}
+        return mismatch_metrics(*tokens, 7, spread=backwards, **options), counts
+
+    straight = torch.arange(len(rollout_T))
+    (whole, one), _ = of_parts(straight), monkeypatch.setattr(mismatch, "PART_TOKENS", part_tokens)
+    found, counts = of_parts(straight)
+    assert found == pytest.approx(whole, rel=1e-12, abs=1e-15)
+    assert (one, counts) == ([1], [{1: 4, 7: 4, 60: 2, 100: 1}[part_tokens]])
+    assert of_parts(straight.flip(0))[0] == pytest.approx(whole, rel=1e-12, abs=1e-15)
 
 
 def test_noise_floor_is_the_divergence_of_two_scorings():
