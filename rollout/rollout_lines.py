@@ -26,7 +26,7 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     try:
         with partial.open("w") as file:
             for rollout in rollouts:
-                file.write(_line(rollout) + "\n")
+                file.write(rollout_line(rollout) + "\n")
             file.flush()
             os.fsync(file.fileno())  # otherwise a crash of the machine may keep the name without the content
         partial.replace(path)
@@ -72,7 +72,7 @@ def calls_as_json(calls: Sequence[EngineCall]) -> str:
     return json.dumps(_calls_to_json(calls, shares_prompts=True), default=as_text)
 
 
-def _line(rollout: Rollout) -> str:
+def rollout_line(rollout: Rollout) -> str:
     """Return a rollout as one line, with the JSON of its calls if they have it, which takes most of the time."""
     if not isinstance(rollout.calls, PreparedCalls) or rollout.calls.as_json is None:
         return json.dumps(to_json(rollout, shares_prompts=True), default=as_text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from lockstep.rollout.engine.protocol import Engine, Sampling
 from lockstep.rollout.environments import make_environment
 from lockstep.rollout.environments.gateway_settings import GatewaySettings
 from lockstep.rollout.errors import ConfigError, TemplateError
+from lockstep.rollout.records import Rollout
 from lockstep.rollout.sampler.sampler import Sampler
 from lockstep.rollout.system.abandonable_thread import run_in_abandonable_thread
 from lockstep.trainer.config.groups.model_settings import ModelConfig
@@ -103,8 +105,14 @@ def images_of_data(model: ModelConfig, chat: Chat) -> dict[str, Any]:
     return {"store": chat.images.store, "max_images": model.images.max_per_prompt}
 
 
-def make_sampler(config: Config, *, engine: Engine, chat: Chat, **options: Any) -> Sampler:
-    """options: others of `Sampler`."""
+def make_sampler(
+    config: Config,
+    *,
+    engine: Engine,
+    chat: Chat,
+    prepare: Callable[[Rollout], Rollout] = lambda rollout: rollout,
+) -> Sampler:
+    """prepare: as for `Sampler`."""
     environment = config.environment
     return Sampler(
         engine=engine,
@@ -114,7 +122,7 @@ def make_sampler(config: Config, *, engine: Engine, chat: Chat, **options: Any) 
         call_timeout_s=environment.call_timeout_s,
         seed=config.seed,
         gateway=make_gateway_settings(config.gateway, config.model),
-        **options,
+        prepare=prepare,
     )
 
 

@@ -22,7 +22,7 @@ OF_TRAINED = ("sampling_logprobs", "versions", "turns")
 
 
 class PreparedCalls(tuple[EngineCall, ...]):
-    """Calls of one rollout. Whoever changes them makes a plain tuple, of which everything is made again."""
+    """Calls of one rollout. A changed copy is a plain tuple, from which everything is made again."""
 
     rows: Sequence[TrainingRow] = ()
     counts = TokenCounts()
@@ -33,12 +33,15 @@ class PreparedCalls(tuple[EngineCall, ...]):
     """None: no file needs it."""
 
 
-def prepared(rollout: Rollout, as_json: Callable[[Sequence[EngineCall]], str] | None = None) -> Rollout:
+def prepared(rollout: Rollout, to_json: Callable[[Sequence[EngineCall]], str] | None = None) -> Rollout:
     """Return an equal rollout with prepared calls; the same one if it has no rows to train, or none can be made.
 
-    as_json: makes the JSON of the calls; None: for rollouts that are not saved.
+    Calls with routes are left as they are: their routes would be sent and held three times, and compressed while
+    episodes wait.
+
+    to_json: makes the JSON of the calls; None: for rollouts that are not saved.
     """
-    if not rollout.is_trainable:
+    if not rollout.is_trainable or any(call.routes is not None for call in rollout.calls):
         return rollout
     calls = PreparedCalls(rollout.calls)
     try:
@@ -47,7 +50,7 @@ def prepared(rollout: Rollout, as_json: Callable[[Sequence[EngineCall]], str] | 
         return rollout
     calls.counts = count_tokens(calls, calls.rows)
     calls.checksums = list(map(checksum, calls.rows))
-    calls.as_json = as_json and as_json(calls)
+    calls.as_json = to_json and to_json(calls)
     return replace(rollout, calls=calls)
 
 

@@ -87,13 +87,14 @@ def _single_path(calls: Sequence[EngineCall]) -> list[_Node] | None:
     """Return the nodes of a tree that is one path, in the order of the calls; None if it may be another tree.
 
     A prompt that stores all tokens of the call before it as shared (`PromptSharing`) was compared with them already.
+    None with images, which a call that was read from a file may lack where its ids stand for them.
     """
     nodes = [_Node(call=call, turn=turn) for turn, call in enumerate(calls) if is_trainable(call)]
     for before, node in pairwise(nodes):
         prompt, parent = node.call.prompt, before.call
         if prompt.base is not parent or prompt.num_shared < len(parent.prompt) + len(parent.sampled_ids):
             return None
-    return nodes if nodes and not nodes[-1].call.images else None
+    return nodes if nodes and not any(node.call.images for node in nodes) else None
 
 
 def _call_tree(calls: Sequence[EngineCall]) -> list[_Node]:

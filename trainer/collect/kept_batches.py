@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from lockstep.rollout.errors import DataError
 from lockstep.rollout.records import Rollout
-from lockstep.rollout.rollout_lines import as_text, to_json
+from lockstep.rollout.rollout_lines import as_text, rollout_line, to_json
 from lockstep.rollout.saved_rollouts import from_json
 from lockstep.rollout.system.plain_files import plain_lines, write_whole
 from lockstep.trainer.checkpoint.checkpoint import MANIFEST
@@ -207,8 +207,8 @@ def calls_of(values: Any) -> Calls:
         return list(zip(keys, from_json(values["calls"]).calls, strict=True))
 
 
-def _write(path: Path, lines: Iterable[Any]) -> None:
-    content = "".join(json.dumps(line, default=as_text) + "\n" for line in lines).encode()
+def _write(path: Path, lines: Iterable[str]) -> None:
+    content = "".join(line + "\n" for line in lines).encode()
     write_whole(path, content + json.dumps({"sha256": hashlib.sha256(content).hexdigest()}).encode() + b"\n")
 
 
@@ -227,19 +227,18 @@ def _values(path: Path) -> Iterator[Any]:
 
 def _lines(
     line: Collection, collected: Collected, complete: Mapping[int, tuple[Group, Sequence[Rollout]]]
-) -> Iterable[Mapping[str, Any]]:
-    yield {"line": line.values, "greedy_rewards": collected.greedy_rewards, "metrics": collected.metrics}
+) -> Iterable[str]:
+    header = {"line": line.values, "greedy_rewards": collected.greedy_rewards, "metrics": collected.metrics}
+    yield json.dumps(header, default=as_text)
     for rollout in collected.rollouts:
-        yield {"delivered": to_json(rollout, shares_prompts=True)}
+        yield f'{{"delivered": {rollout_line(rollout)}}}'
     for place, (group, greedy) in complete.items():
-        yield {
-            "complete": place,
-            "rollouts": [to_json(one, shares_prompts=True) for one in group],
-            "greedy": [to_json(one) for one in greedy],
-        }
+        rollouts, answers = (", ".join(map(rollout_line, some)) for some in (group, greedy))
+        yield f'{{"complete": {place}, "rollouts": [{rollouts}], "greedy": [{answers}]}}'
 
 
-def _calls_line(group: tuple[int, Calls]) -> Mapping[str, Any]:
+def _calls_line(group: tuple[int, Calls]) -> str:
     place, calls = group
     together = Rollout(rollout_id=place, group_id=place, calls=tuple(call for _, call in calls))
-    return {"place": place, "keys": [key for key, _ in calls], "calls": to_json(together, shares_prompts=True)}
+    values = {"place": place, "keys": [key for key, _ in calls], "calls": to_json(together, shares_prompts=True)}
+    return json.dumps(values, default=as_text)

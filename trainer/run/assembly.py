@@ -329,7 +329,7 @@ class Assembly:
             gateway = config.gateway
             if gateway.port:  # drivers on one machine have a gateway each
                 gateway = replace(gateway, port=gateway.port + int(os.environ.get("LOCAL_RANK", "0")))
-            prepare = partial(prepared, as_json=calls_as_json if config.logger.save_rollouts else None)
+            prepare = partial(prepared, to_json=calls_as_json if config.logger.save_rollouts else None)
             sampler = make_sampler(replace(config, gateway=gateway), engine=engine, chat=chat, prepare=prepare)
         episodes = Episodes(drivers=drivers, sampler=sampler, rewards=rewards)
         sampling = make_sampling(config.rollout, chat, with_routes=config.plan.replays_engine)

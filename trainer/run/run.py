@@ -217,6 +217,7 @@ class Life:
                     self._save(parts, self._state(parts))
                 self._callbacks.on_step(report)
                 self._refuse_disagreement(report)
+                del report  # its rollouts would live on while the next ones are sampled
             if self._saved_at != trainer.version:
                 self._save(parts, self._state(parts))
             places, outcome = {}, ""

@@ -12,6 +12,8 @@ import torch
 
 from lockstep.rollout.errors import EngineError, LockstepError
 from lockstep.trainer.distributed.distributed import Distributed, RanksDiffer
+from lockstep.trainer.objective.correction import mismatch
+from lockstep.trainer.objective.correction.mismatch import Spread
 
 
 def error_of(distributed: Distributed, *, claim: bytes) -> str:
@@ -35,6 +37,26 @@ def payload(rank: int, size: int) -> bytes:
     return bytes((7 * rank + place) % 251 for place in range(size))
 
 
+def mismatch_in_parts(*spread: Spread) -> dict[str, float]:
+    """Return the metrics of four rollouts, each a part of its own."""
+    mismatch.PART_TOKENS = 5
+    train_T = torch.linspace(-3, -0.1, 24)
+    options = {"spread": spread[0]} if spread else {}
+    return mismatch.mismatch_metrics(train_T, train_T.flip(0), torch.arange(24) // 6, 4, **options)
+
+
+def spread_error(distributed: Distributed) -> str:
+    def work(index: int) -> int:
+        if index == 1:
+            raise EngineError("part 1 fails")
+        return index
+
+    try:
+        return str(distributed.spread(4, work))
+    except LockstepError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def main(directory: str) -> None:
     distributed = Distributed.start(dtype="float32", max_grad_norm=1.0)
     rank = distributed.rank
@@ -49,6 +71,8 @@ def main(directory: str) -> None:
             distributed.broadcast_bytes(payload(rank, sizes[rank])) == payload(0, sizes[0]) for sizes in SIZES
         ],
         "spread": distributed.spread(5, lambda index: [index, rank, 1 / (index + 3)]),
+        "statistics": mismatch_in_parts(distributed.spread) == mismatch_in_parts(),
+        "failed spread": spread_error(distributed),
         "one spread": distributed.spread(1, lambda index: rank),
         "gathered": distributed.gather(torch.full((2 * rank,), 0.5 + rank, dtype=torch.float64)).tolist(),
         "none gathered": distributed.gather(torch.zeros(0)).tolist(),

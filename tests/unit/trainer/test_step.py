@@ -19,6 +19,7 @@ from lockstep.trainer.config.groups.algorithm_settings import AlgorithmConfig
 from lockstep.trainer.config.schema import Config
 from lockstep.trainer.credit.correction import StepCorrection
 from lockstep.trainer.credit.targets import Targets, rollout_targets
+from lockstep.trainer.objective.correction import mismatch
 from lockstep.trainer.objective.correction.mismatch import QUANTIZATION_K3
 from lockstep.trainer.observe.step_metrics import StepReport
 from lockstep.trainer.step import MAX_EMPTY_STEPS, Trainer
@@ -196,6 +197,19 @@ def test_the_stages_of_a_step_run_in_order(monkeypatch: pytest.MonkeyPatch) -> N
         "update",
         "push version 6 after 1 steps",
     ]
+
+
+def test_ranks_share_the_statistics_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def spread(rank: Rank, count: int, work: Callable[[int], Any]) -> list[Any]:
+        counts.append(count)
+        return list(map(work, range(count)))
+
+    monkeypatch.setattr(mismatch, "PART_TOKENS", 1)
+    monkeypatch.setattr(Rank, "spread", spread)
+    trainer(world := World()).step()
+    assert counts == [len(world.rollouts)] == [2]
 
 
 def test_a_teacher_scores_the_rows_before_they_are_shared() -> None:

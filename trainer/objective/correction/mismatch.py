@@ -44,7 +44,7 @@ PART_TOKENS = 2**15
 Statistics = tuple[dict[str, float], dict[str, float]]
 """Sums, and highest values, by name."""
 Spread = Callable[[int, Callable[[int], Statistics]], Sequence[Statistics]]
-"""Returns the results of a function of 0, 1, ... up to a number."""
+"""Takes a count and a function; returns the results of the function for 0, ..., count − 1."""
 
 
 def mismatch_metrics(
@@ -91,8 +91,10 @@ def mismatch_metrics(
 
 
 def _bounds(tokens_S: Tensor) -> list[int]:
-    """Return the bounds of parts of whole rollouts, of `PART_TOKENS` tokens or one rollout. They depend on the tokens
-    alone, and so do the metrics: not on the number of ranks."""
+    """Return the bounds of parts of whole rollouts, each of about `PART_TOKENS` tokens or of one longer rollout.
+
+    They depend on the tokens alone, not on the number of ranks.
+    """
     ends_S = tokens_S.cumsum(0)
     total = int(ends_S[-1])
     inner = ends_S[torch.searchsorted(ends_S, torch.tensor(range(PART_TOKENS, total, PART_TOKENS)))]
@@ -109,7 +111,7 @@ class _Tokens:
     raw_T: Tensor | None
     weight_T: Tensor | None
     clipped_T: Tensor | None
-    """None, all three: without a correction."""
+    """These three are None without a correction."""
     version_T: Tensor
 
     def at(self, index: Any) -> _Tokens:
@@ -160,8 +162,8 @@ def _statistics(tokens: _Tokens, current_version: int) -> Statistics:
         "known": known_T,
         "stale": lag_T > 0,
         "lag": lag_T,
-        **_moments("weight", weight_T),
-        **_moments("raw", raw_T),
+        **dict(zip(("weight_minus_1", "weight_minus_1_square"), _moments(weight_T), strict=True)),
+        **dict(zip(("raw_minus_1", "raw_minus_1_square"), _moments(raw_T), strict=True)),
         "rollouts": torch.ones_like(diff_S),
         "train_ppl": (-train_S).exp(),
         "samp_ppl": (-samp_S).exp(),
@@ -193,7 +195,7 @@ def _statistics(tokens: _Tokens, current_version: int) -> Statistics:
 
 def _combined(parts: Sequence[Statistics]) -> Statistics:
     return (
-        {name: math.fsum(sums[name] for sums, _ in parts) for name in parts[0][0]},
+        {name: sum(sums[name] for sums, _ in parts) for name in parts[0][0]},
         {name: max(highest[name] for _, highest in parts) for name in parts[0][1]},
     )
 
@@ -260,7 +262,7 @@ def quantization_cost(logp_train_T: Tensor, logp_samp_T: Tensor) -> dict[str, fl
         return {}
     log_ratio_T = bounded(logp_train_T.detach().double() - logp_samp_T.detach().double())
     ratio_T = log_ratio_T.exp()
-    minus_1, square = (_mean(x_T) for x_T in _moments("", ratio_T).values())
+    minus_1, square = map(_mean, _moments(ratio_T))
     ess = _weight_metrics(minus_1, square, float(ratio_T.max()), float(ratio_T.min()))["ess"]
     return {QUANTIZATION_K3: _mean(k3(log_ratio_T)), PREFIX + "quantization_ess": ess}
 
@@ -274,10 +276,9 @@ def _chi2(excess: float, excess_square: float) -> float:
     return excess_square + 2 * excess
 
 
-def _moments(name: str, weight_T: Tensor) -> dict[str, Tensor]:
+def _moments(weight_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return w − 1 and its square: the moments are computed from these, because weights are close to 1."""
-    minus_1_T = weight_T - 1
-    return {f"{name}_minus_1": minus_1_T, f"{name}_minus_1_square": minus_1_T.square()}
+    return weight_T - 1, (weight_T - 1).square()
 
 
 def _weight_metrics(mean_minus_1: float, mean_square: float, highest: float, lowest: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ from lockstep.rollout.episode.prepared_calls import PreparedCalls, counts_of, pr
 from lockstep.rollout.episode.rows import rows_from_calls
 from lockstep.rollout.episode.token_metrics import count_tokens
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import Rollout, RolloutStatus, SamplingSupport, TrainingRow
+from lockstep.rollout.records import Rollout, RolloutStatus, Routes, SamplingSupport, TrainingRow
 from lockstep.rollout.rollout_lines import calls_as_json, write_rollouts
 from lockstep.rollout.saved_rollouts import read_rollouts
 from lockstep.trainer.collect.several_ranks import pack
@@ -102,6 +102,14 @@ def test_a_rollout_that_cannot_be_trained_is_left_alone(counted: list[str]) -> N
     failed = rollout(1, status=RolloutStatus.FAILED)
     assert prepared(failed) is failed
     assert not counted
+
+
+def test_calls_with_routes_are_left_alone() -> None:
+    one = rollout(1)
+    routed = [replace(call, routes=Routes(own=np.zeros((len(call.all_ids) - 1, 1, 1), np.uint8))) for call in one.calls]
+    one = replace(one, calls=tuple(routed))
+    assert prepared(one) is one
+    assert rows_of(one)[0].routes is not None
 
 
 def test_the_error_of_a_rollout_comes_when_it_is_trained() -> None:

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,18 @@ from hypothesis import strategies as st
 
 from lockstep.rollout.episode.rows import extension_count, is_trainable, rows_from_calls
 from lockstep.rollout.errors import EvidenceError
-from lockstep.rollout.records import EngineCall, FinishReason, PromptSharing, SamplingSupport, TrainingRow
+from lockstep.rollout.records import (
+    EngineCall,
+    FinishReason,
+    ImageSpan,
+    Prompt,
+    PromptSharing,
+    SamplingSupport,
+    TrainingRow,
+)
 from tests.fixtures.calls import a_call, call_trees
+
+CALL: Any = {"sampled_logprobs": (-0.5,), "finish_reason": FinishReason.STOP}
 
 
 def trained_events(rows: Sequence[TrainingRow]) -> Counter:
@@ -95,6 +106,16 @@ def test_prompts_that_share_ids_with_earlier_calls_make_the_rows_of_whole_prompt
     assert list(map(content, rows)) == list(map(content, expected))
     assert [row.turns.tolist() for row in rows] == [row.turns.tolist() for row in expected]
     assert extension_count(shared) == extension_count(calls)
+
+
+def test_a_call_that_lacks_the_image_of_its_prompt_is_another_row() -> None:
+    image = ImageSpan(start=0, end=1, digest="0" * 64)
+    first = EngineCall(**CALL, prompt_ids=(9, 1), sampled_ids=(2,), images=(image,))
+    second = EngineCall(**CALL, prompt=Prompt(own_ids=(4,), base=first, num_shared=3), sampled_ids=(5,))
+    assert [row.images for row in rows_from_calls([first, second])] == [(image,), ()]
+    third = EngineCall(**CALL, prompt=Prompt(own_ids=(4,), base=first, num_shared=3), sampled_ids=(5,), images=(image,))
+    (row,) = rows_from_calls([first, third])
+    assert (row.images, row.ids.tolist(), extension_count([first, third])) == ((image,), [9, 1, 2, 4, 5], 1)
 
 
 @settings(max_examples=200, deadline=None)

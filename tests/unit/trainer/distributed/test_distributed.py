@@ -51,6 +51,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("none gathered", []),
         ("broadcast", {"rank": 0}),
         ("no bytes", 0),
+        ("statistics", True),
+        ("failed spread", "EngineError: part 1 fails"),
         ("spread", [[index, index % 2, 1 / (index + 3)] for index in range(5)]),
         ("sizes gathered", [True] * 7),
         ("sizes broadcast", [True] * 7),

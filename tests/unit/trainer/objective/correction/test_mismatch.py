@@ -283,6 +283,13 @@ def test_metrics_of_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch
     assert of_parts(straight.flip(0))[0] == pytest.approx(whole, rel=1e-12, abs=1e-15)
 
 
+def test_perplexities_of_parts_may_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mismatch, "PART_TOKENS", 1)
+    train_T = torch.full((2,), -709.5)
+    found = mismatch_metrics(train_T, torch.full((2,), -1.0), torch.arange(2), 2)
+    assert found[PREFIX + "training_ppl"] == math.inf
+
+
 def test_noise_floor_is_the_divergence_of_two_scorings():
     first_T, second_T = torch.tensor([-1.0, -2.0], dtype=torch.float64), torch.tensor([-0.9, -2.1], dtype=torch.float64)
     found = noise_floor(first_T, second_T)
