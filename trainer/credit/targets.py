@@ -35,7 +35,6 @@ from lockstep.trainer.objective.correction.weights import kl_penalized_advantage
 from lockstep.trainer.objective.kl import k3
 from lockstep.trainer.objective.own.lookup import advantage_named
 from lockstep.trainer.objective.per_rollout import rollout_max, rollout_sum
-from lockstep.trainer.objective.turn_credit import discounted_returns, spread_turns, turn_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,6 +111,8 @@ def rollout_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> Advantag
 
 def state_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
     """Return (N,) float64 advantages by an estimator that compares turns of equal state."""
+    from lockstep.trainer.objective.turn_credit import spread_turns  # other runs do not load it
+
     rollout_K, group_S = batch.turn_rollout_K, torch.from_numpy(batch.group_S)
     turns = TurnInputs(
         returns_K=_returns(batch, algorithm), rollout_K=rollout_K, state_K=torch.from_numpy(batch.states_K)
@@ -124,6 +125,8 @@ def state_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tens
 
 def turn_advantages(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
     """Return (N,) float64 advantages: returns of the token's turn, against the same turn of the group."""
+    from lockstep.trainer.objective.turn_credit import spread_turns, turn_groups
+
     rollout_K, turn_K = batch.turn_rollout_K, batch.turn_index_K
     group_K = torch.from_numpy(batch.group_S)[rollout_K]
     inputs = AdvantageInputs(rewards_S=_returns(batch, algorithm), group_S=turn_groups(group_K, turn_K))
@@ -138,6 +141,8 @@ def _estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Advantages
 
 def _returns(batch: StepBatch, algorithm: AlgorithmConfig) -> Tensor:
     """Return (K,) discounted sums of the rewards from each turn on."""
+    from lockstep.trainer.objective.turn_credit import discounted_returns
+
     rewards_K = torch.from_numpy(batch.turn_rewards_K)
     return discounted_returns(rewards_K, batch.turn_rollout_K, gamma=algorithm.turn_discount)
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,21 +68,20 @@ def mismatch_metrics(
     """
     if not len(logp_train_T):
         return {}
-    whole = _Tokens(
-        train_T=logp_train_T.detach(),
-        samp_T=logp_samp_T.detach(),
-        rollout_T=rollout_T,
-        raw_T=None if correction is None else correction.raw_weights_T,
-        weight_T=None if correction is None else correction.controlled_weights_T,
-        clipped_T=None if correction is None else correction.clipped_T,
-        version_T=torch.full_like(rollout_T, UNKNOWN_VERSION) if version_T is None else version_T,
-    )
+    whole = {"train": logp_train_T.detach(), "samp": logp_samp_T.detach(), "rollout": rollout_T}
+    if correction is not None:
+        whole |= {"raw": correction.raw_weights_T, "weight": correction.controlled_weights_T}
+        whole |= {"clipped": correction.clipped_T}
+    if version_T is not None:
+        whole |= {"version": version_T}
     if (rollout_T[1:] < rollout_T[:-1]).any():
-        whole = whole.at(torch.argsort(rollout_T, stable=True))
+        order_T = torch.argsort(rollout_T, stable=True)
+        whole = {name: x_T[order_T] for name, x_T in whole.items()}
     bounds = _bounds(rollout_count(rollout_T, num_rollouts))
 
     def part(index: int) -> Statistics:
-        return _statistics(whole.at(slice(bounds[index], bounds[index + 1])), current_version)
+        tokens = {name: x_T[bounds[index] : bounds[index + 1]] for name, x_T in whole.items()}
+        return _statistics(tokens, current_version)
 
     parts = spread(len(bounds) - 1, part)
     return {PREFIX + name: value for name, value in _metrics(_combined(parts)).items()}
@@ -101,41 +98,25 @@ def _bounds(tokens_S: Tensor) -> list[int]:
     return sorted({0, total, *inner.tolist()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Tokens:
-    """Tokens of whole rollouts, one rollout after the other."""
+def _statistics(tokens: Mapping[str, Tensor], current_version: int) -> Statistics:
+    """Return sums over the tokens, over their rollouts and over rollouts by length, and the highest values.
 
-    train_T: Tensor
-    samp_T: Tensor
-    rollout_T: Tensor
-    raw_T: Tensor | None
-    weight_T: Tensor | None
-    clipped_T: Tensor | None
-    """These three are None without a correction."""
-    version_T: Tensor
-
-    def at(self, index: Any) -> _Tokens:
-        def part(value: Any) -> Any:
-            return None if value is None else value[index]
-
-        return _Tokens(**{entry.name: part(getattr(self, entry.name)) for entry in fields(self)})
-
-
-def _statistics(tokens: _Tokens, current_version: int) -> Statistics:
-    """Return sums over the tokens, over their rollouts and over rollouts by length, and the highest values."""
-    train_T, samp_T = tokens.train_T.double(), tokens.samp_T.double()
+    tokens: (T,) values by name of whole rollouts, one rollout after the other.
+    """
+    train_T, samp_T = tokens["train"].double(), tokens["samp"].double()
     diff_T = samp_T - train_T
     log_ratio_T = bounded(-diff_T)
-    raw_T = log_ratio_T.exp() if tokens.raw_T is None else tokens.raw_T.double()
-    weight_T = torch.ones_like(raw_T) if tokens.weight_T is None else tokens.weight_T.double()
-    clipped_T = torch.zeros_like(raw_T) if tokens.clipped_T is None else tokens.clipped_T.double()
+    raw_T = tokens["raw"].double() if "raw" in tokens else log_ratio_T.exp()
+    weight_T = tokens.get("weight", torch.ones(1)).double().expand_as(raw_T)
+    clipped_T = tokens.get("clipped", torch.zeros(1)).double().expand_as(raw_T)
+    version_T = tokens.get("version", torch.tensor([UNKNOWN_VERSION])).expand_as(raw_T)
     excess_T = log_ratio_T.expm1()
     free_T = samp_T < FORCED_LOGPROB
-    known_T = tokens.version_T != UNKNOWN_VERSION
-    lag_T = (current_version - tokens.version_T) * known_T
+    known_T = version_T != UNKNOWN_VERSION
+    lag_T = (current_version - version_T) * known_T
     removed_T = (raw_T - weight_T).clamp(min=0) * clipped_T
 
-    _, tokens_S = torch.unique_consecutive(tokens.rollout_T, return_counts=True)
+    _, tokens_S = torch.unique_consecutive(tokens["rollout"], return_counts=True)
     over_rollout = {"train": train_T, "samp": samp_T, "diff": diff_T, "raw": raw_T, "removed": removed_T}
     sum_S = {name: torch.segment_reduce(x_T, "sum", lengths=tokens_S) for name, x_T in over_rollout.items()}
     train_S, samp_S, diff_S = (sum_S[name] / tokens_S for name in ("train", "samp", "diff"))
