@@ -23,7 +23,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 
-from lockstep.rollout.episode.prepared_calls import checksum
+from lockstep.rollout.episode.prepared_calls import OF_TRAINED, checksum
 from lockstep.rollout.errors import EvidenceError
 from lockstep.rollout.records import TrainingRow
 from lockstep.trainer.batch.assignment import Plan, RankShare
@@ -130,8 +130,8 @@ class _NumbersOfRows:
         )
 
 
-ELSEWHERE = {"sampling_logprobs": 0.0, "versions": -1, "turns": -1}
-"""Arrays of a row that have a value of their own at trained tokens alone, and what they have elsewhere."""
+ELSEWHERE = dict(zip(OF_TRAINED, (0.0, -1, -1), strict=True))
+"""Values of these arrays at tokens that are not trained."""
 OF_TEACHER = ("top_ids", "top_logp")
 """Scores of a teacher that travel with the rows."""
 IN_RUNS = ("versions", "turns")

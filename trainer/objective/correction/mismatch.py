@@ -132,7 +132,7 @@ def _statistics(tokens: Mapping[str, Tensor], current_version: int) -> Statistic
         "excess_square": excess_T.square(),
         "clipped": clipped_T,
         "abs_diff": diff_T.abs(),
-        "free": free_T,
+        "forced": ~free_T,
         "free_diff": diff_T * free_T,
         "free_k2": k2(diff_T) * free_T,
         "train": train_T,
@@ -195,7 +195,7 @@ def _metrics(statistics: Statistics) -> dict[str, float]:
         "clipped_frac": over_tokens["clipped"],
         "logp_diff_abs_mean": over_tokens["abs_diff"],
         "logp_diff_abs_max": highest["abs_diff"],
-        "forced_token_ratio": 1 - over_tokens["free"],
+        "forced_token_ratio": over_tokens["forced"],
         "training_ppl": over_rollouts["train_ppl"],
         "rollout_ppl": over_rollouts["samp_ppl"],
         "training_log_ppl": -over_rollouts["train_mean"],
@@ -213,9 +213,9 @@ def _metrics(statistics: Statistics) -> dict[str, float]:
         weight = _weight_metrics(over_tokens[f"{name}_minus_1"], over_tokens[f"{name}_minus_1_square"], *extremes)
         metrics |= {f"{prefix}{key}": value for key, value in weight.items()}
     metrics |= _pearson(over_tokens) | _weight_removed(sums)
-    if sums["free"]:
-        metrics["kl_v1_unforced"] = sums["free_diff"] / sums["free"]
-        metrics["kl_v2_unforced"] = sums["free_k2"] / sums["free"]
+    if num_free := sums["tokens"] - sums["forced"]:
+        metrics["kl_v1_unforced"] = sums["free_diff"] / num_free
+        metrics["kl_v2_unforced"] = sums["free_k2"] / num_free
     if sums["known"]:
         metrics["stale_tokens_frac"] = sums["stale"] / sums["known"]
         metrics["version_lag_mean"] = sums["lag"] / sums["known"]

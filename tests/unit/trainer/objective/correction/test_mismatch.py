@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.trainer.objective.correction import mismatch
 from lockstep.trainer.objective.correction.mismatch import (
+    FORCED_LOGPROB,
     LENGTH_BUCKETS,
     UNKNOWN_VERSION,
     mismatch_metrics,
@@ -281,6 +282,13 @@ def test_metrics_of_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch
     assert found == pytest.approx(whole, rel=1e-12, abs=1e-15)
     assert (one, counts) == ([1], [{1: 4, 7: 4, 60: 2, 100: 1}[part_tokens]])
     assert of_parts(straight.flip(0))[0] == pytest.approx(whole, rel=1e-12, abs=1e-15)
+
+
+def test_shares_of_tokens_are_not_rounded_twice() -> None:
+    """Subtract no share from 1: 1 − 2/3 is another number than 1/3."""
+    samp_T = torch.tensor([-1.0, -2.0, FORCED_LOGPROB])
+    found = mismatch_metrics(samp_T, samp_T, torch.zeros(3, dtype=torch.int64), 1)
+    assert found[PREFIX + "forced_token_ratio"] == 1 / 3
 
 
 def test_perplexities_of_parts_may_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
